@@ -1,0 +1,143 @@
+"""What a kernel's author states and what a caller requires, as plain data.
+
+A *trait* is what the seller says about a kernel; a *feature* is what the buyer requires. A kernel is eligible only
+when it declares every required feature, and every required trait value: "not declared" means "not promised".
+This module imports nothing heavy; a spec names its implementation as a string.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from types import MappingProxyType
+
+from tokenspeed.machine import Machine
+
+BATCH_INVARIANT = "batch_invariant"
+"""Feature: a row's bits are a function of that row (its KV, the weights) alone. See `docs/concepts/numerics.md`."""
+
+TraitValue = str | int
+
+
+class Priority(IntEnum):
+    """Bands of preference; add a small offset (0 to 3) inside a band."""
+
+    REFERENCE = 0
+    PORTABLE = 4
+    PERFORMANT = 8
+    SPECIALIZED = 12
+    PLUGIN = 16
+
+
+@dataclass(frozen=True)
+class MachineRequirement:
+    """What a kernel needs of the computer.
+
+    `arch` lists accepted architectures (`x86_64`, `aarch64`, `sm90`, …; empty accepts all of the device's), `isa` the
+    instruction sets that must all be present, `libraries` the importable modules that must be installed.
+    """
+
+    device: str = "cpu"
+    arch: frozenset[str] = frozenset()
+    isa: frozenset[str] = frozenset()
+    libraries: frozenset[str] = frozenset()
+
+    def unmet(self, machine: Machine) -> str | None:
+        """Why `machine` does not do, or None when it does."""
+        if machine.device != self.device:
+            return f"needs device {self.device}, this machine is {machine.device}"
+        if self.arch and machine.arch not in self.arch:
+            return f"needs arch {' or '.join(sorted(self.arch))}, this machine is {machine.arch}"
+        if missing := self.isa - machine.isa:
+            return f"needs instruction sets {', '.join(sorted(missing))}, which this machine lacks"
+        if missing := self.libraries - machine.libraries.keys():
+            return f"needs {', '.join(sorted(missing))}, which is not installed"
+        return None
+
+
+def trait_table(traits: Mapping[str, Iterable[TraitValue]]) -> Mapping[str, frozenset[TraitValue]]:
+    """A frozen copy of `traits` with every value set frozen."""
+    return MappingProxyType({name: frozenset(values) for name, values in traits.items()})
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """One implementation of one operator, described without importing it.
+
+    `name` is unique among all installed distributions (`aok.gemm.linear`). `implementation` and `prepare_weights` are
+    `"module:function"`. A `signature` maps the operator's dtype roles to dtype names (`{"x": "bfloat16", …}`); a kernel
+    may list several. `bit_order` names the published order of additions that the kernel follows, with its version
+    (`aok/gemm.linear@1`); kernels with equal bit orders give equal bits. `variant` is filled by kernels that choose
+    code at run time (an instruction set), for provenance only. `distribution` and `version` are filled by the host.
+    """
+
+    name: str
+    operator: str
+    solution: str
+    implementation: str
+    signatures: tuple[Mapping[str, str], ...]
+    prepare_weights: str | None = None
+    machine: MachineRequirement = field(default_factory=MachineRequirement)
+    features: frozenset[str] = frozenset()
+    traits: Mapping[str, frozenset[TraitValue]] = field(default_factory=lambda: trait_table({}))
+    priority: int = Priority.PORTABLE
+    bit_order: str | None = None
+    distribution: str = ""
+    version: str = ""
+
+
+@dataclass(frozen=True)
+class Need:
+    """What one place in a model (or in the engine) asks of an operator.
+
+    `dtypes` gives a dtype name for each role; `facts` are shape facts that a kernel may restrict by a trait of the same
+    name (`head_dim`), in which case the fact must be among the trait's values; `traits` are *required* trait values: a
+    kernel that is silent about one is not eligible. All three are sorted tuples, so that needs hash and compare.
+    """
+
+    operator: str
+    dtypes: tuple[tuple[str, str], ...] = ()
+    facts: tuple[tuple[str, TraitValue], ...] = ()
+    features: frozenset[str] = frozenset()
+    traits: tuple[tuple[str, TraitValue], ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        operator: str,
+        *,
+        dtypes: Mapping[str, str],
+        facts: Mapping[str, TraitValue] | None = None,
+        features: Iterable[str] = (),
+        traits: Mapping[str, TraitValue] | None = None,
+    ) -> Need:
+        """Build a need from mappings in any order."""
+        return cls(
+            operator,
+            tuple(sorted(dtypes.items())),
+            tuple(sorted((facts or {}).items())),
+            frozenset(features),
+            tuple(sorted((traits or {}).items())),
+        )
+
+    def describe(self) -> str:
+        """One line for people: `gemm.linear (out bfloat16, weight bfloat16, x bfloat16; k=1024, n=3072)`."""
+        dtypes = ", ".join(f"{role} {dtype}" for role, dtype in self.dtypes)
+        facts = ", ".join(f"{name}={value}" for name, value in (*self.facts, *self.traits))
+        inside = "; ".join(part for part in (dtypes, facts) if part)
+        return f"{self.operator} ({inside})" if inside else self.operator
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a kernel may serve a need, and why (not)."""
+
+    spec: KernelSpec
+    accepted: bool
+    reason: str
+
+    def describe(self) -> str:
+        """One line: name, distribution, verdict and reason."""
+        word = "accepted" if self.accepted else "rejected"
+        return f"{self.spec.name} ({self.spec.distribution} {self.spec.version}): {word}, {self.reason}"

@@ -1,0 +1,121 @@
+"""What this computer is, read once and passed on; a made-up `Machine` lets a laptop plan for an H200.
+
+Knows nothing of kernels or models. Reading the machine imports neither torch nor any plugin, except that
+`read_machine("cuda")` must ask torch for the GPU's compute capability.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+
+from tokenspeed.errors import ConfigError
+
+# Linux spells the flags of /proc/cpuinfo this way; the values are the names that kernels require.
+_CPU_FLAGS = {"avx2": "avx2", "fma": "fma", "avx512f": "avx512f", "avx512bw": "avx512bw", "avx512_bf16": "avx512_bf16"}
+_CPU_FLAGS |= {"amx_bf16": "amx_bf16", "asimd": "neon", "bf16": "neon_bf16"}
+
+_LIBRARIES = ("torch", "triton", "flashinfer", "numpy")
+_DISTRIBUTION_OF = {"flashinfer": "flashinfer-python"}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One computer, as far as kernel selection cares.
+
+    `device` is `cpu` or `cuda`; `arch` is `x86_64`, `aarch64` or `sm80`, `sm90`, …; `isa` the CPU instruction sets;
+    `cores` the CPUs that this process may use; `memory_bytes` the host's memory; `libraries` maps module to version.
+    """
+
+    device: str = "cpu"
+    arch: str = "x86_64"
+    isa: frozenset[str] = frozenset()
+    name: str = ""
+    cores: int = 1
+    memory_bytes: int = 0
+    libraries: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+
+    def describe(self) -> str:
+        """`cpu x86_64 (avx2, avx512f), 2 cores`."""
+        isa = f" ({', '.join(sorted(self.isa))})" if self.isa else ""
+        return f"{self.device} {self.arch}{isa}, {self.cores} cores"
+
+
+def installed_libraries() -> Mapping[str, str]:
+    """Versions of the libraries that kernels may require, without importing any of them."""
+    found = {}
+    for module in _LIBRARIES:
+        try:
+            found[module] = importlib.metadata.version(_DISTRIBUTION_OF.get(module, module))
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return MappingProxyType(found)
+
+
+def read_machine(device: str = "cpu") -> Machine:
+    """Read this computer. Raises ConfigError when `device` is `cuda` and torch sees no GPU."""
+    flags, name = _cpu_flags()
+    common = {
+        "isa": flags,
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        "memory_bytes": _memory_bytes(),
+        "libraries": installed_libraries(),
+    }
+    if device == "cpu":
+        return Machine(device="cpu", arch=platform.machine(), name=name, **common)
+    if device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise ConfigError("--device cuda: torch sees no CUDA GPU here; use --device cpu, or install a CUDA build")
+        major, minor = torch.cuda.get_device_capability()
+        return Machine(device="cuda", arch=f"sm{major}{minor}", name=torch.cuda.get_device_name(), **common)
+    raise ConfigError(f"--device: {device!r} is not one of cpu, cuda")
+
+
+def named_machine(text: str) -> Machine:
+    """A made-up machine from a short name: `sm90`, `sm80`, `cpu`, `cpu-avx2`, `cpu-avx512f`, `cpu-avx512_bf16`.
+
+    The libraries are taken to be those installed here plus triton for GPUs, since a plan is about what could run.
+    """
+    libraries = dict(installed_libraries())
+    levels = ("avx2", "avx512f", "avx512_bf16")
+    if text.startswith("sm") and text[2:].isdigit():
+        return Machine("cuda", text, name=text, libraries=MappingProxyType(libraries | {"triton": "any"}))
+    if text == "cpu":
+        return Machine("cpu", "x86_64", name=text, libraries=MappingProxyType(libraries))
+    if text.startswith("cpu-") and text[4:] in levels:
+        isa = frozenset({"fma", "avx512bw"} if text != "cpu-avx2" else {"fma"})
+        isa |= frozenset(levels[: levels.index(text[4:]) + 1])
+        return Machine("cpu", "x86_64", isa, name=text, libraries=MappingProxyType(libraries))
+    raise ConfigError(f"--machine: {text!r} is not one of cpu, {', '.join('cpu-' + x for x in levels)}, smNN")
+
+
+def _cpu_flags() -> tuple[frozenset[str], str]:
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return frozenset(), platform.processor()
+    flags: frozenset[str] = frozenset()
+    name = platform.processor()
+    for line in text.splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() in ("flags", "Features"):
+            flags = frozenset(_CPU_FLAGS[flag] for flag in value.split() if flag in _CPU_FLAGS)
+        elif key.strip() == "model name":
+            name = value.strip()
+        elif not line.strip():
+            break
+    return flags, name
+
+
+def _memory_bytes() -> int:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError):
+        return 0

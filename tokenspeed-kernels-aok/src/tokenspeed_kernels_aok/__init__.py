@@ -1,0 +1,1 @@
+"""Fixed-reduction-order kernels for tokenspeed: every one of them batch invariant."""
