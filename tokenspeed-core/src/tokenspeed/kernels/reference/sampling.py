@@ -5,28 +5,31 @@ What every kernel of `sampling.sample` computes for a row of logits, in fp32:
 1. Widen the logits to fp32; z = logit / temperature (0 counts as 1). A row whose largest z is not finite (it holds NaN
    or +inf, or nothing but -inf) gives -1.
 2. Temperature 0: the largest z, exact ties to the lowest id. The filters and the seed do not matter.
-3. Otherwise the weight of a token is w = exp(z - max(z)), so the best weighs 1.
+3. Otherwise the weight of a token is w = exp(z - max(z)), rounded (ties to even) to a multiple of 2^-40 and held as an
+   integer, so the best weighs 2^40, sums are exact and their order does not matter.
 4. The *order* of tokens is descending z, exact ties by ascending id. Every filter keeps a prefix of this order:
    - top-k keeps the first k (0, or at least V, keeps all): exactly k, whatever ties there are;
-   - top-p looks at what top-k left, renormalised: S is the fp32 sum of the weights that top-k left, by ascending id;
-     kept is the shortest prefix whose fp32 cumulative weight, added one by one in order, is >= p * S (one fp32
-     product). p >= 1 keeps all that top-k left, and so does a p that the rounded sums never reach;
-   - min-p keeps w >= min_p. The best token weighs 1, so min_p is relative to the largest probability, before or after
-     any renormalisation. It does not change what top-p sees.
+   - top-p looks at what top-k left, renormalised: S is the sum of the weights that top-k left; kept is the shortest
+     prefix whose cumulative weight is >= p * S (both sums widened to fp64, one fp64 product). p >= 1 keeps all that
+     top-k left;
+   - min-p keeps z - max(z) >= log(min_p), which is relative to the largest probability, before or after any
+     renormalisation. It does not change what top-p sees.
    The kept set is the shortest of the three prefixes, and never empty.
 5. The token of the kept set with the largest z + gumbel(seed, position, id) in fp32, exact ties to the lowest id. The
    noise (`philox.py`) knows nothing of the row's place in the batch or of the other tokens.
 
 The order of the filters is that of `transformers` (temperature, top-k, top-p, min-p); ties are cut by id, where
-`transformers` keeps every tie of the k-th token. Kernels may sum S in their own published order.
+`transformers` keeps every tie of the k-th token. exp and log are the kernel's own, by its published bit order.
 """
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 
 from tokenspeed.kernels.reference.philox import gumbel
+
+WEIGHT_UNIT = 2.0**40
+"""Weight of the best token of a row, as an integer; top-p adds weights exactly."""
 
 
 def _scaled(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
@@ -42,7 +45,7 @@ def block_sumexp(logits: torch.Tensor, row_max: torch.Tensor, temperature: torch
     """
     terms = torch.exp(_scaled(logits, temperature) - row_max.unsqueeze(-1))
     terms = torch.nn.functional.pad(terms, (0, -terms.shape[-1] % block))
-    return terms.unflatten(-1, (-1, block)).sum(-1)
+    return terms.view(len(terms), -1, block).sum(-1)
 
 
 def logprobs(
@@ -111,21 +114,15 @@ def _sample_row(
 def kept_ids(z: torch.Tensor, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
     """Ids that the filters keep of one row of logits after temperature (fp32[V]), int64, ascending."""
     order = torch.sort(z, descending=True, stable=True).indices
-    weights = torch.exp(z - z.amax())
+    below_best = z - z.amax()
     count = top_k if 0 < top_k < len(order) else len(order)
     if top_p < 1:
-        total = _running_sum(weights[order[:count].sort().values])[-1]
-        cumulative = _running_sum(weights[order[:count]])
-        reached = cumulative >= np.float32(top_p) * total
-        if reached.any():
-            count = int(reached.argmax()) + 1
-    count = min(count, int((weights >= torch.tensor(min_p, dtype=torch.float32)).sum()))
+        weights = torch.round(torch.exp(below_best[order[:count]]).double() * WEIGHT_UNIT).to(torch.int64)
+        cumulative = weights.cumsum(0)
+        count = int((cumulative.double() >= top_p * cumulative[-1].double()).nonzero()[0]) + 1
+    if min_p > 0:
+        count = min(count, int((below_best >= torch.tensor(min_p, dtype=torch.float32).log()).sum()))
     return order[: max(count, 1)].sort().values
-
-
-def _running_sum(weights: torch.Tensor) -> np.ndarray:
-    """Cumulative fp32 sums, one addition after another (torch.cumsum on a CPU accumulates in double)."""
-    return np.cumsum(weights.cpu().numpy(), dtype=np.float32)
 
 
 def _lowest_argmax(values: torch.Tensor) -> int:
