@@ -45,7 +45,7 @@ def block_sumexp(logits: torch.Tensor, row_max: torch.Tensor, temperature: torch
     """
     terms = torch.exp(_scaled(logits, temperature) - row_max.unsqueeze(-1))
     terms = torch.nn.functional.pad(terms, (0, -terms.shape[-1] % block))
-    return terms.view(len(terms), -1, block).sum(-1)
+    return terms.reshape(len(terms), terms.shape[-1] // block, block).sum(-1)
 
 
 def logprobs(

@@ -1,0 +1,23 @@
+"""References of `norm.rms` and `norm.add_rms`: Llama's order, x/rms rounded to the model's dtype before the scale."""
+
+from __future__ import annotations
+
+import torch
+
+
+def rms(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Root-mean-square norm of x over its last axis, in x's dtype and shape, contiguous."""
+    return _normalise(x.to(torch.float32), weight, eps, x.dtype)
+
+
+def add_rms(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(norm of the unrounded fp32 sum of x and residual, the sum rounded once), both [T,H] in x's dtype."""
+    total = x.to(torch.float32) + residual.to(torch.float32)
+    return _normalise(total, weight, eps, x.dtype), total.to(x.dtype)
+
+
+def _normalise(x: torch.Tensor, weight: torch.Tensor, eps: float, dtype: torch.dtype) -> torch.Tensor:
+    mean_square = x.square().mean(-1, keepdim=True)
+    return (weight * (x * torch.rsqrt(mean_square + eps)).to(dtype)).contiguous()

@@ -1,0 +1,43 @@
+"""The reference kernels as a plugin: every operator, on any device, in plain torch; chosen only when nothing better is.
+
+They promise nothing: a row's bits may depend on its neighbours, as they do in torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from tokenspeed.hookspecs import hookimpl
+from tokenspeed.kernels.operators import OPERATORS, Operator
+from tokenspeed.kernels.spec import KernelSpec, MachineRequirement, Priority, TraitValue, trait_table
+
+TOKENSPEED_API = 1
+
+DEVICES = ("cpu", "cuda")
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def _spec(operator: Operator, device: str) -> KernelSpec:
+    arguments = (*operator.arguments, *operator.returns)
+    roles = sorted({argument.dtype[1:] for argument in arguments if argument.dtype.startswith("$")})
+    traits: dict[str, tuple[TraitValue, ...]] = {}
+    if "kv_layout" in operator.links:
+        traits["kv_layout"] = ("nhd",)
+    if operator.name in ("sampling.block_sumexp", "sampling.logprobs"):
+        traits["block_order"] = ("torch_sum",)
+    return KernelSpec(
+        name=f"reference.{operator.name}" + ("" if device == "cpu" else f".{device}"),
+        operator=operator.name,
+        solution="reference",
+        implementation=operator.reference,
+        signatures=tuple(dict.fromkeys(roles, dtype) for dtype in DTYPES),
+        machine=MachineRequirement(device=device),
+        traits=trait_table(traits),
+        priority=Priority.REFERENCE,
+    )
+
+
+@hookimpl
+def tokenspeed_kernels() -> Iterable[KernelSpec]:
+    """One kernel for each operator and device."""
+    return [_spec(operator, device) for operator in OPERATORS.values() for device in DEVICES]
