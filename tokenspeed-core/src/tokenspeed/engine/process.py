@@ -1,0 +1,222 @@
+"""The engine in a process of its own, so that parsing and streaming never hold up a step.
+
+`EngineProcess` is the parent's handle and imports no torch; `_run` is the child. The two ends of a socket pair carry
+the messages of `wire.py`. When either process ends, the other reads the end of the stream at once: the child then
+exits, and the parent tells every waiting caller.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import signal
+import socket
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, assert_never
+
+import msgspec
+
+from tokenspeed.engine import wire
+from tokenspeed.engine.request import Request, TokenUpdate
+from tokenspeed.errors import EngineDead, RequestError, StartRefused, TokenspeedError
+
+ProgressCallback = Callable[[str, int, int], None]
+
+
+class EngineLike(Protocol):
+    """What the loop below needs of an engine; `engine.Engine` is the real one."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        ...
+
+    def add(self, request: Request) -> None:
+        """Queue one sample. Raises RequestError when it can never run."""
+
+    def abort(self, request_id: str) -> Any:
+        """Free everything that the sample holds; unknown ids are ignored."""
+
+    def step(self) -> list[TokenUpdate]:
+        """One forward pass over the scheduled samples."""
+
+    def stats(self) -> Any:
+        """Counters and gauges, as a struct, dataclass or mapping."""
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget cached prefixes; False while pages are held."""
+
+
+EngineBuilder = Callable[[Any, ProgressCallback], tuple[EngineLike, wire.EngineInfo]]
+
+
+class EngineProcess:
+    """The parent's handle on a spawned engine process.
+
+    `sock` is the parent's end of the pipe; whoever reads it after `wait_ready` (see `server.client`) owns it.
+    """
+
+    def __init__(self, process: multiprocessing.process.BaseProcess, sock: socket.socket) -> None:
+        self._process = process
+        self.sock = sock
+
+    @classmethod
+    def launch(cls, config: Any, build: EngineBuilder) -> EngineProcess:
+        """Spawn the engine process; it builds its engine with `build(config, progress)`, a module-level function.
+
+        `config` travels by pickle, once, from this process to its own child; nothing else ever does.
+        """
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = socket.socketpair()
+        process = context.Process(target=_run, args=(theirs, config, build), name="tokenspeed-engine", daemon=True)
+        process.start()
+        theirs.close()
+        return cls(process, ours)
+
+    @property
+    def pid(self) -> int:
+        """The engine's process id."""
+        return self._process.pid or 0
+
+    def wait_ready(self, progress: ProgressCallback) -> wire.EngineInfo:
+        """Block until the engine runs, passing on its progress. Raises StartRefused or EngineDead."""
+        pipe = wire.Pipe(self.sock)
+        while True:
+            try:
+                message = wire.decode_from_engine(pipe.receive_one())
+            except wire.PipeClosedError:
+                raise EngineDead(f"the engine process ended while starting ({self.how_it_ended()})") from None
+            if isinstance(message, wire.Progress):
+                progress(message.stage, message.done, message.total)
+            elif isinstance(message, wire.Ready):
+                return message.info
+            elif isinstance(message, wire.Refused):
+                raise StartRefused(message.problems)
+            elif isinstance(message, wire.Failed):
+                raise EngineDead(f"the engine failed while starting:\n{message.message}")
+
+    def how_it_ended(self, wait_seconds: float = 2.0) -> str:
+        """`exit status 1`, `killed by SIGKILL`, … for messages; waits a moment for the status to be known."""
+        self._process.join(wait_seconds)
+        code = self._process.exitcode
+        if code is None:
+            return "still running, but its pipe is closed"
+        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
+
+    def stop(self, timeout_seconds: float = 5.0) -> None:
+        """End the process: closing the pipe asks it to, then SIGKILL makes it."""
+        self.sock.close()
+        self._process.join(timeout_seconds)
+        if self._process.exitcode is None:
+            self._process.kill()
+            self._process.join()
+
+
+class EngineLoop:
+    """Messages in, steps, updates out; everything that happens in the engine process after the start."""
+
+    def __init__(self, engine: EngineLike, pipe: wire.Pipe) -> None:
+        self._engine = engine
+        self._pipe = pipe
+        self._paused = False
+        self._stopping = False
+        self._live: set[str] = set()
+        self._controls: Mapping[str, Callable[..., Any]] = {
+            "stats": self._stats,
+            "pause": self._pause,
+            "resume": self._resume,
+            "ping": lambda: True,
+            "reset_prefix_cache": engine.reset_prefix_cache,
+        }
+
+    def run(self) -> None:
+        """Serve until the parent asks for the end or is gone."""
+        while not self._stopping:
+            idle = self._paused or not self._engine.has_work
+            for body in self._pipe.receive(wait=idle):
+                self._handle(wire.decode_to_engine(body))
+            if not self._paused and self._engine.has_work:
+                self._step()
+
+    def _step(self) -> None:
+        updates = self._engine.step()
+        if updates:
+            self._live.difference_update([update.id for update in updates if update.finish_reason])
+            self._pipe.send(wire.Updates(updates))
+
+    def _handle(self, message: wire.ToEngine) -> None:
+        match message:
+            case wire.Submit():
+                for request in message.requests:
+                    self._add(request)
+            case wire.Abort():
+                self._abort(message)
+            case wire.Call():
+                self._pipe.send(self._call(message))
+            case wire.Shutdown():
+                self._stopping = True
+            case _:
+                assert_never(message)
+
+    def _add(self, request: Request) -> None:
+        try:
+            self._engine.add(request)
+        except RequestError as error:
+            self._pipe.send(wire.Rejected(request.id, str(error), error.param, error.code))
+        else:
+            self._live.add(request.id)
+
+    def _abort(self, message: wire.Abort) -> None:
+        running = [request_id for request_id in message.ids if request_id in self._live]
+        for request_id in running:
+            self._engine.abort(request_id)
+        self._live.difference_update(running)
+        if message.report and running:
+            self._pipe.send(wire.Updates([TokenUpdate(id=request_id, finish_reason="abort") for request_id in running]))
+
+    def _call(self, message: wire.Call) -> wire.Reply:
+        method = self._controls.get(message.method)
+        if method is None:
+            return wire.Reply(message.id, error=f"the engine has no control method {message.method!r}")
+        try:
+            return wire.Reply(message.id, result=method(**message.args))
+        except (TokenspeedError, TypeError, ValueError) as error:
+            return wire.Reply(message.id, error=f"{type(error).__name__}: {error}")
+
+    def _stats(self) -> dict[str, Any]:
+        stats: dict[str, Any] = msgspec.to_builtins(self._engine.stats())
+        return stats | {"paused": self._paused}
+
+    def _pause(self) -> bool:
+        self._paused = True
+        return True
+
+    def _resume(self) -> bool:
+        self._paused = False
+        return True
+
+
+def _run(sock: socket.socket, config: Any, build: EngineBuilder) -> None:
+    """The child: build the engine, tell the parent how that goes, then loop.
+
+    A terminal's Ctrl-C and a process group's SIGTERM reach this process too; the parent alone decides when to end, and
+    its end is read from the pipe.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    pipe = wire.Pipe(sock)
+    started = time.monotonic()
+    try:
+        engine, info = build(config, lambda stage, done, total: pipe.send(wire.Progress(stage, done, total)))
+        pipe.send(wire.Ready(msgspec.structs.replace(info, load_seconds=time.monotonic() - started)))
+        EngineLoop(engine, pipe).run()
+    except wire.PipeClosedError:
+        return
+    except StartRefused as refusal:
+        pipe.send(wire.Refused(list(refusal.problems)))
+    except BaseException:
+        with contextlib.suppress(wire.PipeClosedError):
+            pipe.send(wire.Failed(traceback.format_exc()))
+        raise
