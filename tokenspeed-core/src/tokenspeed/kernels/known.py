@@ -1,0 +1,74 @@
+"""Which distribution to install for what: a hint for refusals, and nothing else.
+
+Core imports no plugin, so what the published distributions offer is written down here. Nothing is selected by this
+table; a name in it has no privilege over a stranger's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from tokenspeed.kernels.spec import BATCH_INVARIANT, Need
+
+
+@dataclass(frozen=True)
+class KnownDistribution:
+    """A published distribution: what to type to install it, and what it is good for.
+
+    `operators` are operator families (`gemm`, `attention`); `devices` where its kernels run; `features` what its
+    kernels declare, and `traits` the names of traits that they declare beside `kv_layout`.
+    """
+
+    name: str
+    install: str
+    operators: frozenset[str] = frozenset()
+    devices: frozenset[str] = frozenset()
+    features: frozenset[str] = frozenset()
+    traits: frozenset[str] = frozenset()
+    models: bool = False
+
+
+KNOWN_DISTRIBUTIONS = (
+    KnownDistribution(
+        "tokenspeed-kernels-aok",
+        "pip install 'tokenspeed[aok]'",
+        operators=frozenset(
+            {"embedding", "gemm", "norm", "rope", "activation", "cache", "attention", "moe", "sampling"}
+        ),
+        devices=frozenset({"cpu", "cuda"}),
+        features=frozenset({BATCH_INVARIANT}),
+        traits=frozenset({"combine_order", "slot_order"}),
+    ),
+    KnownDistribution(
+        "tokenspeed-kernels-flashinfer",
+        "pip install 'tokenspeed[flashinfer]'",
+        operators=frozenset({"norm", "rope", "activation", "cache", "attention", "sampling"}),
+        devices=frozenset({"cuda"}),
+    ),
+    KnownDistribution("tokenspeed-models", "pip install 'tokenspeed[models]'", models=True),
+)
+
+
+def suppliers(need: Need, device: str, installed: Collection[str]) -> tuple[KnownDistribution, ...]:
+    """Known distributions that are not installed and that publish kernels for `need` on `device`."""
+    family = need.operator.partition(".")[0]
+    return tuple(
+        known
+        for known in KNOWN_DISTRIBUTIONS
+        if family in known.operators
+        and device in known.devices
+        and need.features <= known.features
+        and {name for name, _ in need.traits} <= known.traits
+        and known.name not in installed
+    )
+
+
+def offers_kernels(distribution: str) -> bool:
+    """Whether `distribution` may offer kernels: always true of one that core does not know."""
+    return not any(known.models for known in KNOWN_DISTRIBUTIONS if known.name == distribution)
+
+
+def offers_models(distribution: str) -> bool:
+    """Whether `distribution` may offer models: always true of one that core does not know."""
+    return not any(known.operators for known in KNOWN_DISTRIBUTIONS if known.name == distribution)

@@ -1,0 +1,116 @@
+"""The problems that selection reports: operator, dtypes, machine, every candidate, and the way out."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from tokenspeed.errors import Problem
+from tokenspeed.kernels.known import offers_kernels, suppliers
+from tokenspeed.kernels.registry import KernelRegistry
+from tokenspeed.kernels.spec import Need, Verdict
+from tokenspeed.machine import Machine
+
+_SHAPES_SHOWN = 4
+
+Verdicts = Mapping[Need, tuple[Verdict, ...]]
+
+
+def missing_kernels(
+    needs: Iterable[Need], verdicts: Verdicts, registry: KernelRegistry, machine: Machine
+) -> Iterator[Problem]:
+    """One problem for each operator and dtype that no kernel can serve, however many shapes need it."""
+    for group in _alike(needs, verdicts):
+        need = group[0]
+        candidates = [verdict.describe() for verdict in verdicts[need]]
+        yield Problem(
+            "missing-kernel",
+            f"no kernel can serve {_requirement(need)} on {machine.describe()}",
+            (
+                *_shapes(group),
+                *(candidates or [f"no usable plugin offers a kernel for {need.operator}"]),
+                *_unavailable(registry),
+            ),
+            _remedy(need, registry, machine),
+        )
+
+
+def pin_problems(
+    needs: Iterable[Need], verdicts: Verdicts, registry: KernelRegistry, pins: Mapping[str, str]
+) -> Iterator[Problem]:
+    """Pins that cannot be followed, naming the pinned kernel and what it lacks."""
+    for group in _alike(needs, verdicts):
+        need = group[0]
+        flag = f"--kernel {need.operator}={pins[need.operator]}"
+        pinned = next((v for v in verdicts[need] if v.spec.name == pins[need.operator]), None)
+        if pinned is not None:
+            yield Problem(
+                "pin",
+                f"{flag} cannot serve {_requirement(need)}: it {pinned.reason}",
+                tuple(_shapes(group)),
+                "drop the pin, or pin a kernel that declares what is required (see tokenspeed explain)",
+            )
+            continue
+        installed = [spec.name for spec in registry.for_operator(need.operator)]
+        near = difflib.get_close_matches(pins[need.operator], installed, n=1)
+        elsewhere = registry.find(pins[need.operator])
+        yield Problem(
+            "pin",
+            f"{flag}: that kernel serves {elsewhere.operator}" if elsewhere else f"{flag}: no such kernel is installed",
+            (f"installed for {need.operator}: {', '.join(installed) or 'none'}", *_unavailable(registry)),
+            f"did you mean {near[0]}?" if near else "drop the pin, or install the plugin that offers the kernel",
+        )
+
+
+def link_problem(link: str, group: Sequence[Need], verdicts: Verdicts) -> Problem:
+    """Operators that must agree on a trait, and cannot."""
+    return Problem(
+        "link",
+        f"no value of {link} is served by every operator that must share it: "
+        f"{', '.join(dict.fromkeys(need.operator for need in group))}",
+        tuple(f"{need.operator}: {verdict.describe()}" for need in group for verdict in verdicts[need]),
+        "install or pin kernels of one distribution for all of them",
+    )
+
+
+def _alike(needs: Iterable[Need], verdicts: Verdicts) -> list[list[Need]]:
+    """Needs that differ only in shape and met the same verdicts, together."""
+    groups: dict[object, list[Need]] = {}
+    for need in needs:
+        reasons = tuple((verdict.spec.name, verdict.reason) for verdict in verdicts[need])
+        groups.setdefault((need.operator, need.dtypes, need.features, need.traits, reasons), []).append(need)
+    return list(groups.values())
+
+
+def _requirement(need: Need) -> str:
+    parts = [*sorted(need.features), *(f"{name}={value}" for name, value in need.traits)]
+    bare = Need(need.operator, need.dtypes)
+    return bare.describe() + (f" with {', '.join(parts)}" if parts else "")
+
+
+def _shapes(group: Sequence[Need]) -> Iterator[str]:
+    shapes = [", ".join(f"{name}={value}" for name, value in need.facts) for need in group if need.facts]
+    if shapes:
+        more = f"; and {len(shapes) - _SHAPES_SHOWN} more" if len(shapes) > _SHAPES_SHOWN else ""
+        yield f"needed for {'; '.join(shapes[:_SHAPES_SHOWN])}{more}"
+
+
+def _unavailable(registry: KernelRegistry) -> Iterator[str]:
+    for report in registry.unavailable:
+        if offers_kernels(report.distribution):
+            yield f"{report.describe()} (its kernels could not be considered)"
+
+
+def _remedy(need: Need, registry: KernelRegistry, machine: Machine) -> str:
+    broken = [report for report in registry.unavailable if offers_kernels(report.distribution)]
+    installed = registry.distributions | {report.distribution for report in broken}
+    steps = [known.install for known in suppliers(need, machine.device, installed)]
+    steps += [
+        f"add {report.name} to --plugins" if report.status == "disabled" else f"repair {report.distribution}"
+        for report in broken
+    ]
+    if not steps:
+        steps.append("install a distribution that offers such a kernel")
+        if need.features:
+            steps.append("use --numerics auto, which promises nothing")
+    return ", or ".join(steps)

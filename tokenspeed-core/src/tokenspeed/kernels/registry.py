@@ -1,0 +1,128 @@
+"""The installed kernels, filed by operator. Holds specs only; imports no implementation and decides nothing."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from tokenspeed.errors import PluginError
+from tokenspeed.kernels.operators import OPERATORS, Operator
+from tokenspeed.kernels.spec import KernelSpec, MachineRequirement
+
+if TYPE_CHECKING:
+    from tokenspeed.plugins import PluginHost, PluginReport
+
+_TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+
+
+class KernelRegistry:
+    """Specs by operator, best priority first, then by name: the order of loading leaves no trace.
+
+    `unavailable` are the reports of plugins that could not be used (broken or switched off); a refusal names them,
+    because one of them might have served. Raises PluginError when two specs share a name.
+    """
+
+    def __init__(self, specs: Iterable[KernelSpec] = (), unavailable: Iterable[PluginReport] = ()) -> None:
+        self.unavailable = tuple(unavailable)
+        self._by_name: dict[str, KernelSpec] = {}
+        for spec in specs:
+            other = self._by_name.setdefault(spec.name, spec)
+            if other is not spec:
+                raise PluginError(
+                    f"kernel {spec.name} is claimed by {other.distribution or 'one spec'} "
+                    f"and by {spec.distribution or 'another'}"
+                )
+        self._by_operator: dict[str, list[KernelSpec]] = {}
+        for spec in sorted(self._by_name.values(), key=lambda spec: (-spec.priority, spec.name)):
+            self._by_operator.setdefault(spec.operator, []).append(spec)
+
+    @classmethod
+    def from_plugins(cls, host: PluginHost) -> KernelRegistry:
+        """The kernels of every plugin that loaded."""
+        return cls(host.kernels(), (report for report in host.reports if report.status != "ok"))
+
+    def for_operator(self, name: str) -> tuple[KernelSpec, ...]:
+        """The kernels of operator `name`, best priority first; empty when there are none."""
+        return tuple(self._by_operator.get(name, ()))
+
+    def find(self, name: str) -> KernelSpec | None:
+        """The kernel called `name`, if it is installed."""
+        return self._by_name.get(name)
+
+    @property
+    def operators(self) -> tuple[str, ...]:
+        """Operators that have at least one kernel, sorted."""
+        return tuple(sorted(self._by_operator))
+
+    @property
+    def distributions(self) -> frozenset[str]:
+        """Distributions that gave at least one kernel."""
+        return frozenset(spec.distribution for spec in self._by_name.values())
+
+    def __iter__(self) -> Iterator[KernelSpec]:
+        for operator in self.operators:
+            yield from self._by_operator[operator]
+
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+
+def dtype_roles(operator: Operator) -> frozenset[str]:
+    """The roles whose dtype is free: those written `$role` in the operator's arguments."""
+    return frozenset(
+        argument.dtype[1:] for argument in (*operator.arguments, *operator.returns) if argument.dtype.startswith("$")
+    )
+
+
+def spec_faults(spec: object) -> list[str]:
+    """What is wrong with a spec as a plugin returned it; empty when it can be filed.
+
+    Types are checked too, since a plugin's author may run no type checker: `features="batch_invariant"` would
+    otherwise require the letters of that word.
+    """
+    if not isinstance(spec, KernelSpec):
+        return [f"{spec!r} is not a KernelSpec"]
+    if not (isinstance(spec.name, str) and spec.name):
+        return ["a kernel has no name"]
+    faults = [*_operator_faults(spec), *_target_faults(spec), *_table_faults(spec)]
+    if not isinstance(spec.machine, MachineRequirement):
+        faults.append(f"machine is {spec.machine!r}, not a MachineRequirement")
+    if not isinstance(spec.priority, int):
+        faults.append(f"priority is {spec.priority!r}, not an integer")
+    return [f"kernel {spec.name}: {fault}" for fault in faults]
+
+
+def _operator_faults(spec: KernelSpec) -> Iterator[str]:
+    operator = OPERATORS.get(spec.operator)
+    if operator is None:
+        near = difflib.get_close_matches(str(spec.operator), OPERATORS, n=1)
+        yield f"unknown operator {spec.operator!r}" + (f"; did you mean {near[0]}?" if near else "")
+        return
+    roles = dtype_roles(operator)
+    if not isinstance(spec.signatures, tuple) or not spec.signatures:
+        yield "no dtype signatures; give a tuple with at least one mapping from role to dtype"
+        return
+    for signature in spec.signatures:
+        if not isinstance(signature, Mapping):
+            yield f"signature {signature!r} is not a mapping from role to dtype"
+        elif unknown := signature.keys() - roles:
+            known = ", ".join(sorted(roles)) or "none"
+            yield f"signature names {', '.join(sorted(unknown))}; {spec.operator} has the dtype roles {known}"
+
+
+def _target_faults(spec: KernelSpec) -> Iterator[str]:
+    targets = [("implementation", spec.implementation)]
+    if spec.prepare_weights is not None:
+        targets.append(("prepare_weights", spec.prepare_weights))
+    for field, target in targets:
+        if not (isinstance(target, str) and _TARGET.fullmatch(target)):
+            yield f"{field} is {target!r}, not 'module:function'"
+
+
+def _table_faults(spec: KernelSpec) -> Iterator[str]:
+    if not isinstance(spec.features, frozenset) or not all(isinstance(name, str) for name in spec.features):
+        yield f"features is {spec.features!r}, not a frozenset of names"
+    if not isinstance(spec.traits, Mapping) or not all(isinstance(v, frozenset) for v in spec.traits.values()):
+        yield f"traits is {spec.traits!r}; build it with trait_table()"
