@@ -15,8 +15,8 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How to continue one prompt. Field names and defaults follow vLLM's `SamplingParams`.
 
-    `temperature` 0 is greedy. `top_k` 0 (or -1) keeps all. `seed` None draws a fresh random seed for every sample, which
-    the reply reports. `logprobs` is how many alternatives to report beside the sampled token (0: the sampled token
+    `temperature` 0 is greedy. `top_k` 0 (or -1) keeps all. `seed` None draws a fresh random seed for every sample,
+    which the reply reports. `logprobs` is how many alternatives to report beside the sampled token (0: the sampled token
     only, None: nothing, -1: the whole vocabulary); `prompt_logprobs` likewise for the prompt.
     """
 
@@ -75,9 +75,9 @@ class PositionLogprobs(msgspec.Struct, frozen=True, array_like=True):
 class TokenUpdate(msgspec.Struct, frozen=True, kw_only=True):
     """What one step added to one request. Lists are parallel; `logprobs` is as long as `token_ids` when asked for.
 
-    `text` is the new, complete-characters-only text with stop strings already cut. `prompt_logprobs` comes once, with the
-    first update; its first entry is None. `finish_reason` is set on the last update only; `stop_reason` is then the stop
-    string or stop token id that ended it, or None for the end-of-sequence token.
+    `text` is the new, complete-characters-only text with stop strings already cut. `prompt_logprobs` comes once, with
+    the first update; its first entry is None. `finish_reason` is set on the last update only; `stop_reason` is then the
+    stop string or stop token id that ended it, or None for the end-of-sequence token.
     """
 
     id: str

@@ -1,0 +1,352 @@
+"""The engine: samples in, tokens out, one `step` at a time.
+
+`Engine.step` tells the story; the nouns that it uses each have a file: `scheduler`, `kv_cache`, `prefix_cache`,
+`runner`, `sampler`, `logprobs`, `text`. Not thread-safe: one thread owns an engine.
+
+What is computed for a sample is a function of its tokens, parameters and seed. Chunking, caching, preemption and
+neighbours decide only *when* something is computed; a token that was sampled once is never sampled again.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import msgspec
+import torch
+
+from tokenspeed.engine.batch import ForwardBatch
+from tokenspeed.engine.kv_cache import KVCache, pages_for
+from tokenspeed.engine.logprobs import PROMPT_ROWS_AT_ONCE, Logprobs
+from tokenspeed.engine.penalties import TokenCounts
+from tokenspeed.engine.request import FinishReason, PositionLogprobs, Request, TokenUpdate
+from tokenspeed.engine.runner import Model, Runner, StepRows
+from tokenspeed.engine.sampler import Sampler, SamplingOperators
+from tokenspeed.engine.scheduler import Schedule, Scheduler
+from tokenspeed.engine.state import RequestState
+from tokenspeed.engine.stopping import StopRules
+from tokenspeed.engine.text import TextStream
+from tokenspeed.engine.validation import Limits, validate
+from tokenspeed.errors import RequestError
+from tokenspeed.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Sizes and modes of one engine, all decided.
+
+    `num_pages` of 16 tokens must hold `max_model_len` tokens; `max_num_batched_tokens` must reach `max_num_seqs`.
+    `max_chunk_tokens` bounds a prefill chunk (None: the budget alone). `eos_ids` end a request unless it ignores them.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    num_pages: int
+    max_chunk_tokens: int | None = None
+    prefix_caching: bool = True
+    raw_logprobs: bool = False
+    max_logprobs: int = 20
+    weight_version: str = ""
+    eos_ids: tuple[int, ...] = ()
+    device: str = "cpu"
+
+
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Gauges and counters since the start. `pages_idle` are cached and unused; `*_seconds` add up over all steps."""
+
+    running: int
+    waiting: int
+    pages_total: int
+    pages_used: int
+    pages_idle: int
+    pages_free: int
+    cached_tokens: int
+    preemptions: int
+    chunked_prefills: int
+    steps: int
+    prompt_tokens: int
+    generated_tokens: int
+    finished_requests: int
+    step_seconds: float
+    operator_seconds: float
+
+
+@dataclass
+class _Computed:
+    """What one forward pass gave: a token for each sampled state, and logprobs where they were asked for."""
+
+    tokens: list[int]
+    logprobs: dict[int, PositionLogprobs]
+    poisoned: list[RequestState]
+
+
+class Engine:
+    """Runs one model. `operators` are bound by the same plan as the model's own."""
+
+    def __init__(
+        self, model: Model, operators: SamplingOperators, tokenizer: Tokenizer | None, options: EngineOptions
+    ) -> None:
+        if options.num_pages < pages_for(options.max_model_len):
+            raise ValueError(
+                f"{options.num_pages} pages of 16 tokens cannot hold one request of {options.max_model_len} tokens"
+            )
+        self.options = options
+        self.limits = Limits(
+            vocab_size=model.vocab_size, max_model_len=options.max_model_len, max_logprobs=options.max_logprobs
+        )
+        self._tokenizer = tokenizer
+        self._weight_version = options.weight_version
+        self._cache = KVCache(
+            model.kv_specs(),
+            options.num_pages,
+            max_seats=options.max_num_seqs,
+            max_pages_per_seat=pages_for(options.max_model_len),
+            device=options.device,
+        )
+        self._scheduler = Scheduler(
+            self._cache,
+            max_seats=options.max_num_seqs,
+            token_budget=options.max_num_batched_tokens,
+            max_chunk=options.max_chunk_tokens,
+            prefix_caching=options.prefix_caching,
+            weight_version=options.weight_version,
+        )
+        self._runner = Runner(
+            model,
+            self._cache,
+            token_budget=options.max_num_batched_tokens,
+            max_seats=options.max_num_seqs,
+            device=options.device,
+        )
+        self._sampler = Sampler(
+            operators, max_seats=options.max_num_seqs, vocab_size=model.vocab_size, device=options.device
+        )
+        self._logprobs = Logprobs(operators, raw=options.raw_logprobs)
+        self._steps = self._prompt_tokens = self._generated_tokens = self._finished = 0
+        self._step_seconds = self._operator_seconds = 0.0
+
+    @property
+    def has_work(self) -> bool:
+        """Some request waits or runs."""
+        return bool(self._scheduler.waiting or self._scheduler.running)
+
+    @property
+    def weight_version(self) -> str:
+        """Names the weights that compute from now on; stamped on every update."""
+        return self._weight_version
+
+    def add(self, request: Request) -> None:
+        """Queue one sample. Raises RequestError (and keeps nothing) when it can never run."""
+        validate(request, self.limits)
+        if self._scheduler.find(request.id) is not None:
+            raise RequestError(f"request id {request.id!r} is in use", param="request_id", code="duplicate_request_id")
+        params = request.params
+        most = self.limits.max_model_len
+        if params.max_tokens is not None:
+            most = min(most, len(request.prompt) + params.max_tokens)
+        text = TextStream(self._tokenizer, params) if self._tokenizer is not None and params.detokenize else None
+        penalised = params.repetition_penalty != 1 or params.frequency_penalty or params.presence_penalty
+        counts = TokenCounts(request.prompt) if penalised else None
+        rules = StopRules.of(params, self.options.eos_ids)
+        self._scheduler.add(RequestState(request, most, rules, text, counts))
+
+    def abort(self, request_id: str) -> TokenUpdate | None:
+        """Free everything that a sample holds, now. Its last update, or None when no such sample waits or runs."""
+        state = self._scheduler.find(request_id)
+        return None if state is None else self._finish(state, "abort")
+
+    def step(self) -> list[TokenUpdate]:
+        """One forward pass over what the scheduler chose, and what it added to each request."""
+        if not self.has_work:
+            return []
+        started = time.perf_counter()
+        schedule = self._scheduler.schedule()
+        batch, rows = self._runner.build(schedule)
+        computing = time.perf_counter()
+        computed = self._compute(batch, rows)
+        self._operator_seconds += time.perf_counter() - computing
+        self._advance(schedule)
+        updates = self._commit(rows, computed)
+        self._steps += 1
+        self._step_seconds += time.perf_counter() - started
+        return updates
+
+    def stats(self) -> EngineStats:
+        """Gauges and counters."""
+        scheduler, cache = self._scheduler, self._cache
+        return EngineStats(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            pages_total=cache.num_pages,
+            pages_used=cache.used,
+            pages_idle=cache.idle,
+            pages_free=cache.available - cache.idle,
+            cached_tokens=scheduler.cached_tokens,
+            preemptions=scheduler.preemptions,
+            chunked_prefills=scheduler.chunked_prefills,
+            steps=self._steps,
+            prompt_tokens=self._prompt_tokens,
+            generated_tokens=self._generated_tokens,
+            finished_requests=self._finished,
+            step_seconds=self._step_seconds,
+            operator_seconds=self._operator_seconds,
+        )
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget every cached prefix; pages in use stay with their requests and are not shared any more."""
+        self._scheduler.forget_prefixes()
+        return True
+
+    def preempt(self, request_ids: Collection[str]) -> int:
+        """Send running requests back to the queue to be recomputed; how many were running. Changes no output."""
+        return self._scheduler.preempt(request_ids)
+
+    def weights_changed(self, weight_version: str) -> None:
+        """The model's weights are new: no KV of the old ones is read again, running requests are recomputed."""
+        self._weight_version = weight_version
+        self._scheduler.change_weights(weight_version)
+
+    @torch.inference_mode()
+    def _compute(self, batch: ForwardBatch, rows: StepRows) -> _Computed:
+        hidden = self._runner.forward(batch)
+        poisoned = [span[0] for span in rows.prompt_spans if not self._read_prompt_span(hidden, *span)]
+        if not rows.sampled:
+            return _Computed([], {}, poisoned)
+        logits = self._runner.logits(hidden, batch.logits_rows)
+        tokens = self._sampler.sample(logits, rows.sampled)
+        return _Computed(tokens, self._output_logprobs(logits, rows.sampled, tokens), poisoned)
+
+    def _read_prompt_span(self, hidden: torch.Tensor, state: RequestState, row: int, position: int, count: int) -> bool:
+        """Logprobs of the prompt tokens that follow `count` rows; False when one is NaN. Memory: a few rows at once."""
+        params, entries = state.request.params, state.prompt_logprobs
+        assert entries is not None
+        assert params.prompt_logprobs is not None
+        # After a preemption the rows come again; what was read before is kept.
+        skip = len(entries) - 1 - position
+        for first in range(row + max(skip, 0), row + count, PROMPT_ROWS_AT_ONCE):
+            last = min(first + PROMPT_ROWS_AT_ONCE, row + count)
+            following = position + first - row + 1
+            size = last - first
+            entries += self._logprobs.of(
+                self._runner.logits(hidden, torch.arange(first, last, device=hidden.device)),
+                state.tokens(following, following + size).tolist(),
+                [params.prompt_logprobs] * size,
+                [()] * size,
+                self._sampler.temperatures([state] * size),
+            )
+        return not any(entry is not None and math.isnan(entry.token.logprob) for entry in entries[position + 1 :])
+
+    def _output_logprobs(
+        self, logits: torch.Tensor, states: list[RequestState], tokens: list[int]
+    ) -> dict[int, PositionLogprobs]:
+        """Logprobs by row, for the rows that ask for them and have a token."""
+        asked = [
+            row for row, state in enumerate(states) if state.request.params.logprobs is not None and tokens[row] >= 0
+        ]
+        if not asked:
+            return {}
+        chosen = [states[row] for row in asked]
+        entries = self._logprobs.of(
+            logits if len(asked) == len(states) else logits[asked],
+            [tokens[row] for row in asked],
+            [state.request.params.logprobs or 0 for state in chosen],
+            [state.request.params.logprob_token_ids or () for state in chosen],
+            self._sampler.temperatures(chosen),
+        )
+        return dict(zip(asked, entries, strict=True))
+
+    def _advance(self, schedule: Schedule) -> None:
+        for state in schedule.decodes:
+            self._scheduler.computed(state, 1)
+        for state, count in zip(schedule.chunks, schedule.counts, strict=True):
+            self._scheduler.computed(state, count)
+            self._prompt_tokens += count
+
+    def _commit(self, rows: StepRows, computed: _Computed) -> list[TokenUpdate]:
+        """Append the tokens, end what has ended, and say so."""
+        updates = [self._fail(state) for state in computed.poisoned]
+        for row, (state, token) in enumerate(zip(rows.sampled, computed.tokens, strict=True)):
+            if state.seat >= 0:
+                updates.append(self._commit_token(state, token, computed.logprobs.get(row)))
+        updates += [self._finish(state, "length") for state in rows.complete if state.seat >= 0]
+        return updates
+
+    def _commit_token(self, state: RequestState, token: int, logprobs: PositionLogprobs | None) -> TokenUpdate:
+        if token < 0:
+            return self._fail(state)
+        state.append(token)
+        self._generated_tokens += 1
+        rules, stream, text = state.stop_rules, state.text, ""
+        if token in rules.eos or token in rules.stop_ids:
+            reason = None if token in rules.eos else token
+            return self._finish(state, "stop", token=token, logprobs=logprobs, stop_reason=reason)
+        if stream is not None:
+            active = state.generated > state.request.params.min_tokens
+            text, stop = stream.push(token, stops_active=active)
+            if stop is not None:
+                return self._finish(
+                    state, "stop", token=token, logprobs=logprobs, stop_reason=stop, text=text, flush=False
+                )
+        if state.length >= state.max_total:
+            return self._finish(state, "length", token=token, logprobs=logprobs, text=text)
+        return self._update(state, token, logprobs, text)
+
+    def _fail(self, state: RequestState) -> TokenUpdate:
+        return self._finish(
+            state,
+            "error",
+            poisoned=True,
+            error="the model's logits hold NaN, +inf or nothing that may be sampled; other requests are not affected",
+        )
+
+    def _finish(
+        self,
+        state: RequestState,
+        finish: FinishReason,
+        *,
+        token: int | None = None,
+        logprobs: PositionLogprobs | None = None,
+        text: str = "",
+        stop_reason: int | str | None = None,
+        flush: bool = True,
+        poisoned: bool = False,
+        error: str | None = None,
+    ) -> TokenUpdate:
+        """End a request and free what it holds. `flush` shows the text that was held back."""
+        if flush and state.text is not None:
+            rest, stop = state.text.finish(stops_active=state.generated > state.request.params.min_tokens)
+            text += rest
+            if stop is not None and finish == "length":
+                finish, stop_reason = "stop", stop
+        self._scheduler.finish(state, poisoned=poisoned)
+        self._finished += 1
+        return self._update(state, token, logprobs, text, finish, stop_reason, error)
+
+    def _update(
+        self,
+        state: RequestState,
+        token: int | None,
+        logprobs: PositionLogprobs | None,
+        text: str,
+        finish: FinishReason | None = None,
+        stop_reason: int | str | None = None,
+        error: str | None = None,
+    ) -> TokenUpdate:
+        first, state.first_update = state.first_update, False
+        return TokenUpdate(
+            id=state.id,
+            token_ids=[] if token is None else [token],
+            text=text,
+            logprobs=None if logprobs is None else [logprobs],
+            prompt_logprobs=state.prompt_logprobs if first and not state.wants_prompt_rows else None,
+            finish_reason=finish,
+            stop_reason=stop_reason,
+            error=error,
+            cached_tokens=state.cached_tokens,
+            preemptions=state.preemptions,
+            seed=state.request.seed,
+            weight_version=self._weight_version,
+        )

@@ -1,0 +1,146 @@
+"""Text to token ids and back: a `tokenizers` tokenizer with the ids that end a text, and text as it grows.
+
+Knows files of a checkpoint (`tokenizer.json`, `tokenizer_config.json`, `generation_config.json`, `config.json`); knows
+nothing of requests. Imports neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as _Tokenizer
+
+from tokenspeed.detokenize import Detokenizer, PieceTable
+from tokenspeed.errors import CheckpointError, RequestError
+
+
+class Tokenizer:
+    """The tokenizer of one checkpoint. `eos_ids` are all ids that end a text, in ascending order."""
+
+    def __init__(
+        self,
+        backend: _Tokenizer,
+        *,
+        eos_ids: Sequence[int] = (),
+        special_tokens: dict[str, str] | None = None,
+        chat_template: str | None = None,
+    ) -> None:
+        self._backend = backend
+        # A tokenizer.json may carry padding and truncation from its training; a prompt is never changed silently.
+        backend.no_padding()
+        backend.no_truncation()
+        self.eos_ids = tuple(sorted(set(eos_ids)))
+        self.special_tokens = dict(special_tokens or {})
+        self.chat_template = chat_template
+        self._table = PieceTable(backend)
+
+    @classmethod
+    def from_directory(cls, directory: str | Path) -> Tokenizer:
+        """Read a checkpoint's tokenizer. Raises CheckpointError when `tokenizer.json` is missing or broken."""
+        directory = Path(directory)
+        path = directory / "tokenizer.json"
+        if not path.is_file():
+            raise CheckpointError(
+                f"{directory} has no tokenizer.json; save a fast tokenizer there (transformers: "
+                f"AutoTokenizer.from_pretrained(…).save_pretrained(…))"
+            )
+        try:
+            backend = _Tokenizer.from_file(str(path))
+        except Exception as error:  # the Rust side raises bare Exception
+            raise CheckpointError(f"{path} is not a tokenizer that the tokenizers package can read: {error}") from error
+        config = _read_json(directory / "tokenizer_config.json")
+        special = {
+            name: token if isinstance(token, str) else token["content"]
+            for name, token in config.items()
+            if name.endswith("_token") and (isinstance(token, str) or (isinstance(token, dict) and "content" in token))
+        }
+        return cls(
+            backend,
+            eos_ids=_eos_ids(directory, backend, special),
+            special_tokens=special,
+            chat_template=_chat_template(directory, config),
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids with a token, added ones included; a model's logits may have more columns."""
+        return self._backend.get_vocab_size(with_added_tokens=True)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`; with special tokens, those that the tokenizer's template adds (a leading BOS)."""
+        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
+        """`encode` of many texts, in parallel."""
+        found = self._backend.encode_batch(list(texts), add_special_tokens=add_special_tokens)
+        return [encoding.ids for encoding in found]
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of `ids`. Raises RequestError for a negative id; ids without a token add nothing."""
+        if any(i < 0 for i in ids):
+            raise RequestError("tokens: ids must not be negative", param="tokens", code="token_out_of_vocabulary")
+        text: str = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
+        """A fresh incremental decoder: what it emits adds up to `decode` of the same ids."""
+        return self._table.detokenizer(skip_special_tokens=skip_special_tokens)
+
+    def token(self, token_id: int) -> str | None:
+        """The token's own spelling in the vocabulary (`Ġthe`), or None for an id without a token."""
+        spelling: str | None = self._backend.id_to_token(token_id)
+        return spelling
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token by its spelling."""
+        found: int | None = self._backend.token_to_id(token)
+        return found
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The UTF-8 bytes that the token stands for inside a text; part of a character at times."""
+        return self._table.token_bytes(token_id)
+
+    def token_text(self, token_id: int) -> str:
+        """The token as a string for people and for logprob tables; U+FFFD where it is part of a character."""
+        return self.token_bytes(token_id).decode("utf-8", errors="replace")
+
+
+def _eos_ids(directory: Path, backend: _Tokenizer, special: dict[str, str]) -> list[int]:
+    """Ids that end a text: generation_config.json, else config.json; and always the tokenizer's own `eos_token`."""
+    ids: list[int] = []
+    for name in ("generation_config.json", "config.json"):
+        found = _read_json(directory / name).get("eos_token_id")
+        if found is not None:
+            ids = [found] if isinstance(found, int) else list(found)
+            break
+    own = backend.token_to_id(special["eos_token"]) if "eos_token" in special else None
+    return ids if own is None else [*ids, own]
+
+
+def _chat_template(directory: Path, config: dict[str, Any]) -> str | None:
+    """`chat_template.jinja`, else tokenizer_config.json's `chat_template` (of several, the one named `default`)."""
+    path = directory / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        named = {entry["name"]: entry["template"] for entry in template}
+        return named.get("default")
+    return template
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """A JSON object, or an empty one where there is no file. Raises CheckpointError for a broken file."""
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds {type(value).__name__}, expected a JSON object")
+    return value
