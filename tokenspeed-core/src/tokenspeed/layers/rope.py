@@ -1,0 +1,109 @@
+"""Rotary position embedding: frequencies from a model's configuration, and tables of cosines and sines.
+
+Everything here is computed in fp32 on the host, by the same expressions whatever the model's device and dtype, and then
+copied. Types of scaling: `default`, `linear` (kaiokendev), `llama3` (Llama 3.1), `yarn` (arXiv 2309.00071).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from tokenspeed.layers.context import LayerContext
+from tokenspeed.layers.weights import WeightLayer
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How the frequencies are made. Fields that a type does not use keep their default.
+
+    `theta` is the base; `factor` stretches the positions; `original_positions` is the context before scaling;
+    `low_freq_factor`, `high_freq_factor` belong to `llama3`; `attention_factor` (multiplies cosines and sines),
+    `beta_fast`, `beta_slow`, `truncate` to `yarn`.
+    """
+
+    kind: str = "default"
+    theta: float = 10000.0
+    factor: float = 1.0
+    original_positions: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    attention_factor: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+
+def inverse_frequencies(scaling: RopeScaling, rotary_dim: int) -> torch.Tensor:
+    """Angle per position of each rotated pair, fp32[rotary_dim / 2]."""
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64).to(torch.float32) / rotary_dim
+    wavelengths = scaling.theta**exponents
+    if scaling.kind == "yarn":
+        return _yarn(scaling, wavelengths, rotary_dim)
+    frequencies = 1.0 / wavelengths
+    if scaling.kind == "linear":
+        return frequencies / scaling.factor
+    if scaling.kind == "llama3":
+        return _llama3(scaling, frequencies)
+    return frequencies
+
+
+def _llama3(scaling: RopeScaling, frequencies: torch.Tensor) -> torch.Tensor:
+    """Short wavelengths stay, long ones are divided by the factor, those between are interpolated."""
+    wavelengths = 2 * math.pi / frequencies
+    longest = scaling.original_positions / scaling.low_freq_factor
+    shortest = scaling.original_positions / scaling.high_freq_factor
+    smooth = scaling.original_positions / wavelengths - scaling.low_freq_factor
+    smooth = smooth / (scaling.high_freq_factor - scaling.low_freq_factor)
+    between = (1 - smooth) * frequencies / scaling.factor + smooth * frequencies
+    long_or_between = torch.where(wavelengths > longest, frequencies / scaling.factor, between)
+    return torch.where(wavelengths < shortest, frequencies, long_or_between)
+
+
+def _yarn(scaling: RopeScaling, wavelengths: torch.Tensor, rotary_dim: int) -> torch.Tensor:
+    """A linear ramp over the pairs between frequencies that stay and frequencies that are divided by the factor."""
+    low = _pair_with_rotations(scaling.beta_fast, scaling, rotary_dim)
+    high = _pair_with_rotations(scaling.beta_slow, scaling, rotary_dim)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rotary_dim - 1)
+    width = high - low if high != low else 0.001
+    ramp = ((torch.arange(rotary_dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
+    stays = 1 - ramp
+    return 1.0 / (scaling.factor * wavelengths) * (1 - stays) + 1.0 / wavelengths * stays
+
+
+def _pair_with_rotations(rotations: float, scaling: RopeScaling, rotary_dim: int) -> float:
+    """Index (fractional) of the pair that turns `rotations` times over the original context."""
+    turns = math.log(scaling.original_positions / (rotations * 2 * math.pi))
+    return rotary_dim * turns / (2 * math.log(scaling.theta))
+
+
+def cos_sin_table(scaling: RopeScaling, rotary_dim: int, positions: int) -> torch.Tensor:
+    """fp32[positions, rotary_dim]: cosines in the first half of a row, sines in the second."""
+    angles = torch.outer(torch.arange(positions, dtype=torch.float32), inverse_frequencies(scaling, rotary_dim))
+    return torch.cat((angles.cos(), angles.sin()), dim=-1) * scaling.attention_factor
+
+
+class RotaryEmbedding(WeightLayer):
+    """Rotates queries and keys by their positions; one instance serves all layers of a model."""
+
+    def __init__(self, ctx: LayerContext, scaling: RopeScaling, head_dim: int, max_positions: int) -> None:
+        super().__init__()
+        self.scaling = scaling
+        self.head_dim = head_dim
+        self.max_positions = max_positions
+        self.rope = ctx.operator(
+            "rope.apply", dtypes={"x": ctx.dtype}, facts={"head_dim": head_dim, "rotary_dim": head_dim}
+        )
+        self.table: torch.Tensor | None = None
+
+    def allocate(self, device: torch.device) -> None:
+        self.table = cos_sin_table(self.scaling, self.head_dim, self.max_positions).to(device)
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """q [T,Hq,D] and k [T,Hkv,D], rotated."""
+        q_out, k_out = self.rope(q, k, positions, self.table)
+        return q_out, k_out

@@ -1,0 +1,61 @@
+"""Layers that hold weights: which checkpoint tensors fill them, and how they are packed once, after loading.
+
+A weight begins on the `meta` device (shape and dtype only), so a model can be planned without memory. Loading fills one
+layer at a time and packs it as soon as it is complete, so no second copy of the model ever exists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True)
+class TensorTarget:
+    """Where one checkpoint tensor goes: into `layer`'s parameter of that name, from row `start`, with this shape."""
+
+    layer: WeightLayer
+    parameter: str
+    shape: tuple[int, ...]
+    start: int = 0
+
+    def fill(self, tensor: torch.Tensor) -> None:
+        """Copy `tensor` in, converting its dtype; the layer must be allocated."""
+        whole: torch.Tensor = getattr(self.layer, self.parameter).data
+        whole[self.start : self.start + self.shape[0]].copy_(tensor)
+
+
+class WeightLayer(nn.Module):
+    """A layer with parameters of its own. Subclasses create them with `new_weight` and pack them in `pack`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_prepared = False
+
+    @staticmethod
+    def new_weight(shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
+        """A parameter without memory."""
+        return nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
+
+    def checkpoint_tensors(self, prefix: str) -> Iterator[tuple[str, TensorTarget]]:
+        """The checkpoint tensors that fill this layer, by name; `prefix` is the layer's own name in the model."""
+        for name, parameter in self.named_parameters(recurse=False):
+            yield f"{prefix}.{name}", TensorTarget(self, name, tuple(parameter.shape))
+
+    def allocate(self, device: torch.device) -> None:
+        """Give the parameters memory (uninitialised) on `device`; constant tables are computed here."""
+        for name, parameter in list(self.named_parameters(recurse=False)):
+            if parameter.is_meta:
+                setattr(self, name, nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=False))
+
+    def prepare_weights(self) -> None:
+        """Pack the filled parameters for the bound kernels and free what packing made superfluous; only once."""
+        if not self.is_prepared:
+            self.pack()
+            self.is_prepared = True
+
+    def pack(self) -> None:
+        """Replace weights by what the bound operations' `prepare` returns. Nothing to do by default."""

@@ -1,0 +1,227 @@
+"""A Hugging Face checkpoint on disk: `config.json` and safetensors, one file or several with an index.
+
+Weights are read tensor by tensor through a memory map. A layer is allocated when its first tensor arrives and packed
+for its kernels as soon as its last one has, so the peak is the packed model, one layer, and a bounded piece of the map.
+Pickled checkpoints are refused, and code in a checkpoint is never run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from tokenspeed.errors import CheckpointError
+from tokenspeed.layers.weights import TensorTarget
+from tokenspeed.models.base import CausalLM
+
+Progress = Callable[[int, int], None]
+"""Called while loading with (bytes read, bytes in all)."""
+
+WEIGHT_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+"""Stored dtypes that can be read, by their name in a safetensors header."""
+
+REMAP_BYTES = 256 << 20
+"""A file is mapped anew after so many bytes, which gives the pages already read back to the system."""
+
+_NAMES_SHOWN = 20
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor as a file describes it: `dtype` by its safetensors name."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes on disk of a readable dtype."""
+        return torch.Size(self.shape).numel() * WEIGHT_DTYPES[self.dtype].itemsize
+
+
+class Checkpoint:
+    """A model's directory. Opening it reads `config.json` only; everything else is read when asked for.
+
+    Every method raises CheckpointError, naming the file, when something is missing or malformed.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.config: dict[str, Any] = _read_json(folder / "config.json")
+
+    @property
+    def architecture(self) -> str:
+        """The one entry of `architectures`."""
+        names = self.config.get("architectures")
+        if isinstance(names, list) and len(names) == 1 and isinstance(names[0], str):
+            return names[0]
+        raise CheckpointError(f"{self.folder / 'config.json'}: architectures={names!r} should name one architecture")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What `config.json` states as `dtype` (older files: `torch_dtype`); float32 when it states none."""
+        name = self.config.get("dtype") or self.config.get("torch_dtype") or "float32"
+        for dtype in WEIGHT_DTYPES.values():
+            if str(name).removeprefix("torch.") == str(dtype).removeprefix("torch."):
+                return dtype
+        raise CheckpointError(f"{self.folder / 'config.json'}: dtype={name!r} is not one of float32, bfloat16, float16")
+
+    @cached_property
+    def generation_config(self) -> dict[str, Any]:
+        """`generation_config.json`, or nothing when there is none."""
+        path = self.folder / "generation_config.json"
+        return _read_json(path) if path.exists() else {}
+
+    @cached_property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Token ids that end a sequence, from `generation_config.json` or else `config.json`."""
+        value = self.generation_config.get("eos_token_id", self.config.get("eos_token_id"))
+        values = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(isinstance(item, int) and not isinstance(item, bool) for item in values):
+            raise CheckpointError(f"{self.folder}: eos_token_id={value!r} is neither a token id nor a list of them")
+        return frozenset(values)
+
+    @cached_property
+    def tensors(self) -> dict[str, StoredTensor]:
+        """Every tensor of the checkpoint, by name, from the headers of its files."""
+        found: dict[str, StoredTensor] = {}
+        for path in self._weight_files():
+            with _open(path) as file:
+                for name in file.keys():  # noqa: SIM118 - a safetensors handle is no mapping
+                    view = file.get_slice(name)
+                    if name in found:
+                        raise CheckpointError(f"tensor {name} is in both {found[name].file} and {path}")
+                    found[name] = StoredTensor(path, tuple(view.get_shape()), view.get_dtype())
+        return found
+
+    def check(self, model: CausalLM) -> None:
+        """Raise CheckpointError with every tensor that is missing, unexpected, mis-shaped or of an unreadable dtype."""
+        wanted = model.checkpoint_tensors()
+        faults = _listed("missing", [name for name in wanted if name not in self.tensors])
+        faults += _listed(
+            "unexpected", [name for name in self.tensors if name not in wanted and not model.ignores(name)]
+        )
+        both = [(name, self.tensors[name], target) for name, target in wanted.items() if name in self.tensors]
+        faults += _listed(
+            "mis-shaped",
+            [
+                f"{name} is {list(stored.shape)}, the model wants {list(target.shape)}"
+                for name, stored, target in both
+                if stored.shape != target.shape
+            ],
+        )
+        faults += _listed(
+            "unreadable",
+            [f"{name} is {stored.dtype}" for name, stored, _ in both if stored.dtype not in WEIGHT_DTYPES],
+        )
+        if faults:
+            heading = f"{self.folder} does not fit {self.architecture} as its config.json describes it"
+            raise CheckpointError("\n".join([heading, *faults]))
+
+    def load(self, model: CausalLM, *, device: torch.device | str = "cpu", progress: Progress | None = None) -> None:
+        """Fill `model`, whose operations are bound, and pack its weights; values are converted to its dtype.
+
+        Calls `check` first. A model that was filled once cannot be filled again.
+        """
+        self.check(model)
+        device = torch.device(device)
+        targets = model.checkpoint_tensors()
+        open_targets = Counter(target.layer for target in targets.values())
+        total = sum(self.tensors[name].num_bytes for name in targets)
+        done = 0
+        for name, tensor in self._read(targets):
+            layer = targets[name].layer
+            layer.allocate(device)
+            targets[name].fill(tensor)
+            open_targets[layer] -= 1
+            if not open_targets[layer]:
+                layer.prepare_weights()
+            done += self.tensors[name].num_bytes
+            if progress:
+                progress(done, total)
+        for _, layer in model.weight_layers():
+            if layer not in open_targets:
+                layer.allocate(device)
+                layer.prepare_weights()
+
+    def _read(self, wanted: dict[str, TensorTarget]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The wanted tensors, file by file; each is valid until the next one is asked for."""
+        by_file: dict[Path, list[str]] = {}
+        for name in wanted:
+            by_file.setdefault(self.tensors[name].file, []).append(name)
+        for path, names in by_file.items():
+            for group in self._groups(names):
+                with _open(path) as file:
+                    for name in group:
+                        yield name, file.get_tensor(name)
+
+    def _groups(self, names: list[str]) -> Iterator[list[str]]:
+        group: list[str] = []
+        size = 0
+        for name in names:
+            group.append(name)
+            size += self.tensors[name].num_bytes
+            if size >= REMAP_BYTES:
+                yield group
+                group, size = [], 0
+        if group:
+            yield group
+
+    def _weight_files(self) -> list[Path]:
+        index = self.folder / "model.safetensors.index.json"
+        single = self.folder / "model.safetensors"
+        if index.exists():
+            weight_map = _read_json(index).get("weight_map")
+            if not isinstance(weight_map, dict) or not weight_map:
+                raise CheckpointError(f"{index}: weight_map is missing or empty")
+            files = [self.folder / name for name in sorted(set(weight_map.values()))]
+            if absent := [path.name for path in files if not path.is_file() or path.parent != self.folder]:
+                raise CheckpointError(f"{index} names files that are not here: {', '.join(absent)}")
+            return files
+        if single.exists():
+            return [single]
+        pickled = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in self.folder.glob(pattern))
+        if pickled:
+            raise CheckpointError(
+                f"{self.folder} holds its weights as pickle only ({', '.join(pickled[:_NAMES_SHOWN])}), which can run "
+                "code when it is read; convert them to safetensors (transformers: save_pretrained)"
+            )
+        raise CheckpointError(f"{self.folder} holds neither model.safetensors nor model.safetensors.index.json")
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} is no readable safetensors file (truncated or corrupt?): {error}") from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} should hold a JSON object, not {type(value).__name__}")
+    return value
+
+
+def _listed(what: str, names: list[str]) -> list[str]:
+    """`names` under a heading, the first few in full and the others counted."""
+    if not names:
+        return []
+    lines = [f"    {what} ({len(names)}):", *(f"        {name}" for name in names[:_NAMES_SHOWN])]
+    if len(names) > _NAMES_SHOWN:
+        lines.append(f"        and {len(names) - _NAMES_SHOWN} more")
+    return lines

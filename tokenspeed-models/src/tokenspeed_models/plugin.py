@@ -1,0 +1,30 @@
+"""The models of this distribution, as facts. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import MappingProxyType
+
+from tokenspeed.hookspecs import hookimpl
+from tokenspeed.models.profile import ModelProfile
+
+TOKENSPEED_API = 1
+
+_VERIFIED = frozenset({"auto", "rl-bitwise"})
+_SWITCHES = frozenset({"layer_boundary_norm"})
+
+
+@hookimpl
+def tokenspeed_models() -> Iterable[ModelProfile]:
+    """Dense decoders, and the embedded model `tiny` (a Qwen3)."""
+    return [
+        ModelProfile("LlamaForCausalLM", "tokenspeed_models.llama:LlamaForCausalLM", _VERIFIED, _SWITCHES),
+        ModelProfile("Qwen2ForCausalLM", "tokenspeed_models.qwen2:Qwen2ForCausalLM", _VERIFIED, _SWITCHES),
+        ModelProfile(
+            "Qwen3ForCausalLM",
+            "tokenspeed_models.qwen3:Qwen3ForCausalLM",
+            _VERIFIED,
+            _SWITCHES,
+            embedded=MappingProxyType({"tiny": "tokenspeed_models:tiny"}),
+        ),
+    ]

@@ -1,0 +1,44 @@
+"""Qwen2 and Qwen2.5: Llama with biases on queries, keys and values, and optional sliding-window layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tokenspeed.layers.attention import SelfAttention
+from tokenspeed.layers.context import LayerContext
+from tokenspeed.layers.decoder import DecoderLayer
+from tokenspeed.layers.mlp import GatedMLP
+from tokenspeed.layers.rope import RotaryEmbedding
+from tokenspeed.models.config import ConfigFields, read_dense
+from tokenspeed.models.dense import DenseCausalLM
+
+
+class Qwen2ForCausalLM(DenseCausalLM):
+    """Grouped-query attention with biased queries, keys and values, and a gated MLP."""
+
+    def __init__(self, config: Mapping[str, Any], ctx: LayerContext) -> None:
+        fields = ConfigFields(config)
+        shape = read_dense(fields)
+        if config.get("dual_chunk_attention_config"):
+            fields.refuse("dual_chunk_attention_config", "remove it to run with ordinary attention")
+        fields.check()
+
+        rotary = RotaryEmbedding(ctx, shape.rope, shape.head_dim, shape.max_positions)
+
+        def block(layer: int) -> DecoderLayer:
+            attention = SelfAttention(
+                ctx,
+                layer=layer,
+                hidden_size=shape.hidden_size,
+                num_heads=shape.num_heads,
+                num_kv_heads=shape.num_kv_heads,
+                head_dim=shape.head_dim,
+                rotary=rotary,
+                window=shape.windows[layer],
+                qkv_bias=True,
+            )
+            mlp = GatedMLP(ctx, shape.hidden_size, shape.intermediate_size)
+            return DecoderLayer(ctx, shape.hidden_size, shape.rms_norm_eps, attention, mlp)
+
+        super().__init__(ctx, shape, block)
