@@ -16,6 +16,8 @@ from tokenizers import Tokenizer as _Tokenizer
 from tokenspeed.detokenize import Detokenizer, PieceTable
 from tokenspeed.errors import CheckpointError, RequestError
 
+__all__ = ["Detokenizer", "Tokenizer"]
+
 
 class Tokenizer:
     """The tokenizer of one checkpoint. `eos_ids` are all ids that end a text, in ascending order."""
@@ -52,11 +54,7 @@ class Tokenizer:
         except Exception as error:  # the Rust side raises bare Exception
             raise CheckpointError(f"{path} is not a tokenizer that the tokenizers package can read: {error}") from error
         config = _read_json(directory / "tokenizer_config.json")
-        special = {
-            name: token if isinstance(token, str) else token["content"]
-            for name, token in config.items()
-            if name.endswith("_token") and (isinstance(token, str) or (isinstance(token, dict) and "content" in token))
-        }
+        special = _special_tokens(_read_json(directory / "special_tokens_map.json")) | _special_tokens(config)
         return cls(
             backend,
             eos_ids=_eos_ids(directory, backend, special),
@@ -107,6 +105,16 @@ class Tokenizer:
     def token_text(self, token_id: int) -> str:
         """The token as a string for people and for logprob tables; U+FFFD where it is part of a character."""
         return self.token_bytes(token_id).decode("utf-8", errors="replace")
+
+
+def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """`bos_token`, `eos_token`, … of a config file; a token is its text, or an object with the text as `content`."""
+    found = {}
+    for name, token in config.items():
+        text = token.get("content") if isinstance(token, dict) else token
+        if name.endswith("_token") and isinstance(text, str):
+            found[name] = text
+    return found
 
 
 def _eos_ids(directory: Path, backend: _Tokenizer, special: dict[str, str]) -> list[int]:
