@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import io
 from typing import TYPE_CHECKING
 
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
@@ -33,6 +34,14 @@ def plan_card(plan: Plan) -> RenderableType:
         parts.append(Text.assemble(("switches  ", "dim"), tight))
     parts += [Text(f"note: {note}", style="yellow") for note in plan.notes]
     return Panel(Group(*parts), title="tokenspeed plan", title_align="left", expand=False)
+
+
+def as_text(renderable: RenderableType, width: int = 120) -> str:
+    """A card as plain text, for logs and for the process that prints it."""
+    console = Console(width=width, file=io.StringIO(), color_system=None)
+    with console.capture() as capture:
+        console.print(renderable)
+    return capture.get()
 
 
 def switches_table(numerics: ResolvedNumerics) -> Table:

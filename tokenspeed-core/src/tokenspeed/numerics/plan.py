@@ -61,6 +61,11 @@ class Plan:
         """SHA-256 (hex) of the canonical JSON of `decisions()`: equal digests, equal plans."""
         return hashlib.sha256(canonical_json(self.decisions())).hexdigest()
 
+    @property
+    def fingerprint(self) -> str:
+        """The short form of the digest that stamps every reply."""
+        return f"tokenspeed-{self.digest[:16]}"
+
     def decisions(self) -> dict[str, Any]:
         """What the plan decides, without names of people's machines or files: the part that the digest covers."""
         return {
@@ -141,12 +146,13 @@ def make_plan(
     numerics: ResolvedNumerics,
     selection: Selection,
     core_version: str,
+    notes: Iterable[str] = (),
 ) -> Plan:
     """Freeze the outcome of resolution and selection. The caller has made sure that there are no problems."""
     versions = {"tokenspeed": core_version, **machine.libraries}
     owners: list[KernelSpec | ModelProfile] = [*selection.choices.values(), profile]
     versions |= {owner.distribution: owner.version for owner in owners if owner.distribution}
-    notes = [f"--kernel {operator}=… is unused: the model does not need it" for operator in selection.unused_pins]
+    unused = [f"--kernel {operator}=… is unused: the model does not need it" for operator in selection.unused_pins]
     return Plan(
         model,
         dtype,
@@ -157,7 +163,7 @@ def make_plan(
         selection.verdicts,
         selection.links,
         MappingProxyType(versions),
-        tuple(notes),
+        (*unused, *notes),
     )
 
 

@@ -1,0 +1,355 @@
+"""A start, in order: from what the user asked for to a plan, and only then to an engine.
+
+`examine` decides everything and loads nothing: machine, plugins, kernels, model, numerics, operator needs, selection,
+sizes. It collects every problem. `prepare` refuses when there is one; `launch` imports the chosen kernels, loads the
+weights and builds the engine. What a layer or kernel needs to know arrives as an argument; nothing here is global.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tokenspeed import __version__
+from tokenspeed.config import EngineConfig
+from tokenspeed.errors import CheckpointError, PluginError, Problem, StartRefused
+from tokenspeed.kernels.registry import KernelRegistry
+from tokenspeed.kernels.select import Pins, Selection, select
+from tokenspeed.machine import Machine, read_machine
+from tokenspeed.models.profile import ModelProfile
+from tokenspeed.models.registry import ModelRegistry, model_class
+from tokenspeed.numerics.plan import Plan, make_plan
+from tokenspeed.numerics.resolve import ResolvedNumerics, resolve
+from tokenspeed.plugins import PluginHost, load_plugins
+from tokenspeed.sizing import Sizes, choose_sizes
+
+if TYPE_CHECKING:
+    from tokenspeed.engine.engine import Engine
+    from tokenspeed.engine.sampler import SamplingOperators
+    from tokenspeed.engine.wire import EngineInfo
+    from tokenspeed.layers.context import LayerContext
+    from tokenspeed.loading.checkpoint import Checkpoint
+    from tokenspeed.models.base import CausalLM
+
+Progress = Callable[[str, int, int], None]
+"""Called with (what is being done, done, in all); `in all` is 0 when it is not known."""
+
+QUANTISED_OPERATORS = ("gemm.linear", "moe.experts")
+"""Operators whose kernels must read a quantised checkpoint's weight format."""
+
+
+@dataclass(frozen=True)
+class Examination:
+    """What a start would do. Fields are None from the first step on that had nothing to go on; `problems` say why."""
+
+    config: EngineConfig
+    machine: Machine
+    host: PluginHost
+    registry: KernelRegistry
+    numerics: ResolvedNumerics
+    problems: tuple[Problem, ...]
+    checkpoint: Checkpoint | None = None
+    profile: ModelProfile | None = None
+    built: Built | None = None
+    selection: Selection | None = None
+    sizes: Sizes | None = None
+
+
+@dataclass(frozen=True)
+class Built:
+    """A model without memory, its call sites, and the engine's own operators beside them."""
+
+    model: CausalLM
+    context: LayerContext
+    operators: SamplingOperators
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A start without problems: everything is decided, nothing is loaded."""
+
+    config: EngineConfig
+    machine: Machine
+    host: PluginHost
+    checkpoint: Checkpoint
+    built: Built
+    sizes: Sizes
+    plan: Plan
+
+
+def start(config: EngineConfig, progress: Progress | None = None) -> Engine:
+    """Decide, then load. Raises StartRefused with every problem."""
+    return launch(prepare(config), progress)
+
+
+def build(config: EngineConfig, progress: Progress) -> tuple[Engine, EngineInfo]:
+    """`start` for an engine in a process of its own: the engine, and what the other process knows of it."""
+    prepared = prepare(config)
+    engine = launch(prepared, progress)
+    return engine, describe(prepared, engine)
+
+
+def prepare(config: EngineConfig, machine: Machine | None = None) -> Prepared:
+    """Decide everything and load nothing. Raises StartRefused with every problem, ConfigError for a wrong option."""
+    found = examine(config, machine)
+    if found.problems:
+        raise StartRefused(found.problems)
+    assert found.checkpoint
+    assert found.profile
+    assert found.built
+    assert found.selection
+    assert found.sizes
+    plan = make_plan(
+        model=config.model,
+        dtype=_dtype_name(found.built),
+        profile=found.profile,
+        machine=found.machine,
+        numerics=found.numerics,
+        selection=found.selection,
+        core_version=__version__,
+        notes=[report.describe() for report in found.host.reports if report.status == "broken"],
+    )
+    return Prepared(found.config, found.machine, found.host, found.checkpoint, found.built, found.sizes, plan)
+
+
+def examine(config: EngineConfig, machine: Machine | None = None, *, weights: bool = True) -> Examination:
+    """Go through every step that decides, and collect every problem.
+
+    `machine` is made up, or read when None. Without `weights` the checkpoint's tensors are not looked at, so that
+    `config.json` alone is enough.
+    """
+    problems: list[Problem] = []
+    machine = machine or _read_machine(config)
+    host = load_plugins(config.plugins)
+    problems += host.problems
+    registry = KernelRegistry.from_plugins(host)
+    numerics = _resolve(config, machine, host, registry, problems)
+    found = Examination(config, machine, host, registry, numerics, ())
+    models = ModelRegistry.from_plugins(host)
+    checkpoint, profile = _find_model(config, models, problems)
+    found = replace(found, checkpoint=checkpoint, profile=profile)
+    if checkpoint is not None and profile is not None:
+        problems += _gate(config, profile, numerics)
+        built = _build_on_meta(config, checkpoint, profile, numerics, problems)
+        if built is not None:
+            selection = select(built.context.needs(), registry, machine, _pins(config, numerics))
+            problems += selection.problems
+            sizes = _choose_sizes(config, machine, built, problems)
+            if weights and not _is_quantised(checkpoint):
+                _check_weights(checkpoint, built, problems)
+            found = replace(found, built=built, selection=selection, sizes=sizes)
+    return replace(found, problems=tuple(problems))
+
+
+def launch(prepared: Prepared, progress: Progress | None = None) -> Engine:
+    """Import the chosen kernels, load the weights, allocate the KV cache and build the engine."""
+    from tokenspeed.engine.engine import Engine
+
+    report = progress or (lambda _stage, _done, _total: None)
+    _set_threads(prepared)
+    report("importing kernels", 0, 0)
+    prepared.plan.bind(prepared.built.context.operations)
+    report("loading tokenizer", 0, 0)
+    tokenizer = _load_tokenizer(prepared)
+    prepared.checkpoint.load(
+        prepared.built.model,
+        device=prepared.machine.device,
+        progress=lambda done, total: report("loading weights", done, total),
+    )
+    report("allocating KV cache", 0, 0)
+    return Engine(prepared.built.model, prepared.built.operators, tokenizer, _engine_options(prepared))
+
+
+def describe(prepared: Prepared, engine: Engine) -> EngineInfo:
+    """What the HTTP process knows of the engine."""
+    from tokenspeed.engine.wire import EngineInfo
+    from tokenspeed.kernels.operators import PAGE_SIZE
+    from tokenspeed.numerics.card import as_text
+
+    plan, sizes = prepared.plan, prepared.sizes
+    return EngineInfo(
+        model_path=str(prepared.checkpoint.folder),
+        architecture=plan.profile.architecture,
+        dtype=plan.dtype,
+        logprobs_mode=prepared.config.logprobs_mode,
+        limits=engine.limits,
+        max_num_seqs=sizes.max_num_seqs,
+        kv_tokens=sizes.num_pages * PAGE_SIZE,
+        fingerprint=plan.fingerprint,
+        numerics=plan.as_dict(),
+        card=as_text(plan.card()),
+    )
+
+
+def _read_machine(config: EngineConfig) -> Machine:
+    device = config.device
+    if device == "auto":
+        import torch
+
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return read_machine(device)
+
+
+def _resolve(
+    config: EngineConfig, machine: Machine, host: PluginHost, registry: KernelRegistry, problems: list[Problem]
+) -> ResolvedNumerics:
+    resolution = resolve(
+        config.numerics,
+        config.trainer,
+        config.switches,
+        sources=config.given,
+        profiles=host.trainer_profiles(),
+        kernels=registry,
+        device=machine.device,
+    )
+    problems += resolution.problems
+    return resolution.numerics
+
+
+def _find_model(
+    config: EngineConfig, models: ModelRegistry, problems: list[Problem]
+) -> tuple[Checkpoint | None, ModelProfile | None]:
+    """The checkpoint's directory and what its package states; None with a problem where there is none."""
+    from tokenspeed.loading.checkpoint import Checkpoint
+    from tokenspeed.loading.locate import locate_model
+
+    with _collecting(problems):
+        checkpoint = Checkpoint(locate_model(config.model, models.embedded))
+        profile = models.find(checkpoint.architecture)
+        if isinstance(profile, ModelProfile):
+            return checkpoint, profile
+        problems.append(profile)
+        return checkpoint, None
+    return None, None
+
+
+def _gate(config: EngineConfig, profile: ModelProfile, numerics: ResolvedNumerics) -> Iterator[Problem]:
+    """A profile lists the envelopes whose whole verification passes for it; another one is refused."""
+    if numerics.envelope not in profile.numerics_envelopes:
+        listed = ", ".join(sorted(profile.numerics_envelopes)) or "none"
+        yield Problem(
+            "profile",
+            f"--numerics {numerics.envelope} was given, and the profile of {profile.architecture} "
+            f"({profile.distribution} {profile.version}) lists {listed}",
+            (
+                f"model {config.model}",
+                f"before a profile may list {numerics.envelope}, `tokenspeed numerics verify --full` must pass for it",
+            ),
+            "use an envelope that is listed, or ask the model's author to verify it",
+        )
+
+
+def _build_on_meta(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    profile: ModelProfile,
+    numerics: ResolvedNumerics,
+    problems: list[Problem],
+) -> Built | None:
+    """The model without memory, which records its operator needs, and the engine's own needs."""
+    import torch
+
+    from tokenspeed.engine.sampler import SamplingOperators
+    from tokenspeed.layers.context import LayerContext
+
+    with _collecting(problems):
+        dtype = checkpoint.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
+        context = LayerContext(dtype, numerics.switches, numerics.features, _traits(checkpoint, numerics))
+        # A kernel that reads the checkpoint's weight format is selected by trait; the layers' shapes do not change.
+        plain = {key: value for key, value in checkpoint.config.items() if key != "quantization_config"}
+        model = model_class(profile)(plain, context)
+        operators = SamplingOperators.ask(
+            context,
+            dtype,
+            order=numerics.switches["logprob_order"],
+            block=numerics.logprob_block(model.vocab_size),
+        )
+        return Built(model, context, operators)
+    return None
+
+
+def _is_quantised(checkpoint: Checkpoint) -> bool:
+    return bool(checkpoint.config.get("quantization_config"))
+
+
+def _traits(checkpoint: Checkpoint, numerics: ResolvedNumerics) -> Mapping[str, Mapping[str, Any]]:
+    """Trait values required by operator: those of the numerics, and the weight format of a quantised checkpoint."""
+    traits = {operator: dict(required) for operator, required in numerics.traits.items()}
+    if _is_quantised(checkpoint):
+        quantisation = checkpoint.config["quantization_config"]
+        parts = [quantisation.get("quant_method", "unknown"), quantisation.get("format", "")]
+        for operator in QUANTISED_OPERATORS:
+            traits.setdefault(operator, {})["weight_format"] = ":".join(part for part in parts if part)
+    return traits
+
+
+def _pins(config: EngineConfig, numerics: ResolvedNumerics) -> Pins:
+    backend = numerics.switches["moe_backend"]
+    return Pins(config.kernel, {} if backend == "auto" else {"moe.experts": backend})
+
+
+def _choose_sizes(config: EngineConfig, machine: Machine, built: Built, problems: list[Problem]) -> Sizes:
+    from tokenspeed.engine.kv_cache import bytes_per_page
+
+    sizes, found = choose_sizes(
+        config,
+        machine,
+        max_positions=built.model.max_positions,
+        bytes_per_page=bytes_per_page(built.model.kv_specs()),
+    )
+    problems += found
+    return sizes
+
+
+def _check_weights(checkpoint: Checkpoint, built: Built, problems: list[Problem]) -> None:
+    """Compare the headers of the weight files with the model; reads no weight."""
+    with _collecting(problems):
+        checkpoint.check(built.model)
+
+
+@contextmanager
+def _collecting(problems: list[Problem]) -> Iterator[None]:
+    """Turn an error about a checkpoint or a plugin into a problem, and go on after the block."""
+    try:
+        yield
+    except (CheckpointError, PluginError) as error:
+        summary, *details = str(error).splitlines()
+        kind = "checkpoint" if isinstance(error, CheckpointError) else "broken-plugin"
+        problems.append(Problem(kind, summary, tuple(line.strip() for line in details)))
+
+
+def _dtype_name(built: Built) -> str:
+    return str(built.context.dtype).removeprefix("torch.")
+
+
+def _set_threads(prepared: Prepared) -> None:
+    import torch
+
+    torch.set_num_threads(prepared.config.threads or prepared.machine.cores)
+
+
+def _load_tokenizer(prepared: Prepared) -> Any:
+    from tokenspeed.tokenizer import Tokenizer
+
+    given = prepared.config.tokenizer
+    return Tokenizer.from_directory(Path(given) if given else prepared.checkpoint.folder)
+
+
+def _engine_options(prepared: Prepared) -> Any:
+    from tokenspeed.engine.engine import EngineOptions
+
+    config, sizes = prepared.config, prepared.sizes
+    return EngineOptions(
+        max_num_seqs=sizes.max_num_seqs,
+        max_num_batched_tokens=sizes.max_num_batched_tokens,
+        max_model_len=sizes.max_model_len,
+        num_pages=sizes.num_pages,
+        prefix_caching=config.enable_prefix_caching,
+        raw_logprobs=config.logprobs_mode == "raw",
+        max_logprobs=config.max_logprobs,
+        eos_ids=tuple(sorted(prepared.checkpoint.eos_token_ids)),
+        device=prepared.machine.device,
+    )
