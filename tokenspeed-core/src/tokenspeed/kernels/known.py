@@ -26,7 +26,6 @@ class KnownDistribution:
     devices: frozenset[str] = frozenset()
     features: frozenset[str] = frozenset()
     traits: frozenset[str] = frozenset()
-    models: bool = False
 
 
 KNOWN_DISTRIBUTIONS = (
@@ -46,29 +45,31 @@ KNOWN_DISTRIBUTIONS = (
         operators=frozenset({"norm", "rope", "activation", "cache", "attention", "sampling"}),
         devices=frozenset({"cuda"}),
     ),
-    KnownDistribution("tokenspeed-models", "pip install 'tokenspeed[models]'", models=True),
+    KnownDistribution("tokenspeed-models", "pip install 'tokenspeed[models]'"),
 )
 
 
 def suppliers(need: Need, device: str, installed: Collection[str]) -> tuple[KnownDistribution, ...]:
     """Known distributions that are not installed and that publish kernels for `need` on `device`."""
-    family = need.operator.partition(".")[0]
     return tuple(
-        known
-        for known in KNOWN_DISTRIBUTIONS
-        if family in known.operators
-        and device in known.devices
-        and need.features <= known.features
-        and {name for name, _ in need.traits} <= known.traits
-        and known.name not in installed
+        known for known in KNOWN_DISTRIBUTIONS if known.name not in installed and _publishes(known, need, device)
     )
 
 
-def offers_kernels(distribution: str) -> bool:
-    """Whether `distribution` may offer kernels: always true of one that core does not know."""
-    return not any(known.models for known in KNOWN_DISTRIBUTIONS if known.name == distribution)
+def may_serve(distribution: str, need: Need, device: str) -> bool:
+    """Whether `distribution`, which could not be loaded, might offer a kernel for `need`: a stranger always might."""
+    return all(_publishes(known, need, device) for known in KNOWN_DISTRIBUTIONS if known.name == distribution)
 
 
 def offers_models(distribution: str) -> bool:
-    """Whether `distribution` may offer models: always true of one that core does not know."""
+    """Whether `distribution` may offer models: true of all but the known kernel distributions."""
     return not any(known.operators for known in KNOWN_DISTRIBUTIONS if known.name == distribution)
+
+
+def _publishes(known: KnownDistribution, need: Need, device: str) -> bool:
+    return (
+        need.operator.partition(".")[0] in known.operators
+        and device in known.devices
+        and need.features <= known.features
+        and {name for name, _ in need.traits} <= known.traits
+    )

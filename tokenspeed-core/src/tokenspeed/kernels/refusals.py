@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from tokenspeed.errors import Problem
-from tokenspeed.kernels.known import offers_kernels, suppliers
+from tokenspeed.kernels.known import may_serve, suppliers
 from tokenspeed.kernels.registry import KernelRegistry
 from tokenspeed.kernels.spec import Need, Verdict
 from tokenspeed.machine import Machine
@@ -29,7 +29,6 @@ def missing_kernels(
             (
                 *_shapes(group),
                 *(candidates or [f"no usable plugin offers a kernel for {need.operator}"]),
-                *_unavailable(registry),
             ),
             _remedy(need, registry, machine),
         )
@@ -57,7 +56,7 @@ def pin_problems(
         yield Problem(
             "pin",
             f"{flag}: that kernel serves {elsewhere.operator}" if elsewhere else f"{flag}: no such kernel is installed",
-            (f"installed for {need.operator}: {', '.join(installed) or 'none'}", *_unavailable(registry)),
+            (f"installed for {need.operator}: {', '.join(installed) or 'none'}",),
             f"did you mean {near[0]}?" if near else "drop the pin, or install the plugin that offers the kernel",
         )
 
@@ -95,20 +94,60 @@ def _shapes(group: Sequence[Need]) -> Iterator[str]:
         yield f"needed for {'; '.join(shapes[:_SHAPES_SHOWN])}{more}"
 
 
-def _unavailable(registry: KernelRegistry) -> Iterator[str]:
+def unavailable_plugins(needs: Sequence[Need], registry: KernelRegistry, machine: Machine) -> Iterator[Problem]:
+    """Plugins that could not be used and might have served these needs: never just "not found"."""
     for report in registry.unavailable:
+        concerned = [need.operator for need in needs if may_serve(report.distribution, need, machine.device)]
+        if concerned:
+            yield Problem(
+                f"{report.status}-plugin",
+                report.describe(),
+                (f"its kernels could not be considered for {', '.join(dict.fromkeys(concerned))}",),
+                f"add {report.name} to --plugins" if report.status == "disabled" else f"repair {report.distribution}",
+            )
+
+
+def _alike(needs: Iterable[Need], verdicts: Verdicts) -> list[list[Need]]:
+    """Needs that differ only in shape and met the same verdicts, together."""
+    groups: dict[object, list[Need]] = {}
+    for need in needs:
+        reasons = tuple((verdict.spec.name, verdict.reason) for verdict in verdicts[need])
+        groups.setdefault((need.operator, need.dtypes, need.features, need.traits, reasons), []).append(need)
+    return list(groups.values())
+
+
+def _requirement(need: Need) -> str:
+    parts = [*sorted(need.features), *(f"{name}={value}" for name, value in need.traits)]
+    bare = Need(need.operator, need.dtypes)
+    return bare.describe() + (f" with {', '.join(parts)}" if parts else "")
+
+
+def _shapes(group: Sequence[Need]) -> Iterator[str]:
+    shapes = [", ".join(f"{name}={value}" for name, value in need.facts) for need in group if need.facts]
+    if shapes:
+        more = f"; and {len(shapes) - _SHAPES_SHOWN} more" if len(shapes) > _SHAPES_SHOWN else ""
+        yield f"needed for {'; '.join(shapes[:_SHAPES_SHOWN])}{more}"
+
+
+def unavailable_plugins(needs: Iterable[Need], registry: KernelRegistry) -> Iterator[Problem]:
+    """Plugins that could not be used and might have served these needs: never just "not found"."""
+    operators = ", ".join(dict.fromkeys(need.operator for need in needs))
+    for report in registry.unavailable if operators else ():
         if offers_kernels(report.distribution):
-            yield f"{report.describe()} (its kernels could not be considered)"
+            switched_off = report.status == "disabled"
+            yield Problem(
+                f"{report.status}-plugin",
+                report.describe(),
+                (f"its kernels could not be considered for {operators}",),
+                f"add {report.name} to --plugins" if switched_off else f"repair or reinstall {report.distribution}",
+            )
 
 
 def _remedy(need: Need, registry: KernelRegistry, machine: Machine) -> str:
-    broken = [report for report in registry.unavailable if offers_kernels(report.distribution)]
-    installed = registry.distributions | {report.distribution for report in broken}
-    steps = [known.install for known in suppliers(need, machine.device, installed)]
-    steps += [
-        f"add {report.name} to --plugins" if report.status == "disabled" else f"repair {report.distribution}"
-        for report in broken
-    ]
+    unusable = {report.distribution for report in registry.unavailable}
+    steps = [known.install for known in suppliers(need, machine.device, registry.distributions | unusable)]
+    if any(may_serve(report.distribution, need, machine.device) for report in registry.unavailable):
+        steps.append("mend the plugins named below")
     if not steps:
         steps.append("install a distribution that offers such a kernel")
         if need.features:

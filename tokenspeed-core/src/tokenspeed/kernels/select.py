@@ -16,7 +16,7 @@ from types import MappingProxyType
 
 from tokenspeed.errors import Problem
 from tokenspeed.kernels.operators import OPERATORS
-from tokenspeed.kernels.refusals import link_problem, missing_kernels, pin_problems
+from tokenspeed.kernels.refusals import link_problem, missing_kernels, pin_problems, unavailable_plugins
 from tokenspeed.kernels.registry import KernelRegistry
 from tokenspeed.kernels.spec import KernelSpec, Need, Priority, TraitValue, Verdict
 from tokenspeed.machine import Machine
@@ -66,18 +66,17 @@ def select(needs: Iterable[Need], registry: KernelRegistry, machine: Machine, pi
     links, unlinked = _settle_links({need: table[need] for need in table if need not in unserved})
     choices = {need: specs[0] for need, candidates in table.items() if (specs := _eligible(candidates))}
     verdicts = {need: tuple(_verdicts(table[need], choices.get(need), pins)) for need in table}
+    pinned = [need for need in unserved if need.operator in pins.kernels]
+    missing = [need for need in unserved if need.operator not in pins.kernels]
     return Selection(
         MappingProxyType(choices),
         MappingProxyType(verdicts),
         MappingProxyType(links),
         (
-            *pin_problems(
-                [need for need in unserved if need.operator in pins.kernels], verdicts, registry, pins.kernels
-            ),
-            *missing_kernels(
-                [need for need in unserved if need.operator not in pins.kernels], verdicts, registry, machine
-            ),
+            *pin_problems(pinned, verdicts, registry, pins.kernels),
+            *missing_kernels(missing, verdicts, registry, machine),
             *(link_problem(link, group, verdicts) for link, group in unlinked.items()),
+            *unavailable_plugins(unserved, registry, machine),
         ),
         tuple(sorted(pins.kernels.keys() - {need.operator for need in table})),
     )
