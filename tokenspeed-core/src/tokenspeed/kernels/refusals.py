@@ -129,20 +129,6 @@ def _shapes(group: Sequence[Need]) -> Iterator[str]:
         yield f"needed for {'; '.join(shapes[:_SHAPES_SHOWN])}{more}"
 
 
-def unavailable_plugins(needs: Iterable[Need], registry: KernelRegistry) -> Iterator[Problem]:
-    """Plugins that could not be used and might have served these needs: never just "not found"."""
-    operators = ", ".join(dict.fromkeys(need.operator for need in needs))
-    for report in registry.unavailable if operators else ():
-        if offers_kernels(report.distribution):
-            switched_off = report.status == "disabled"
-            yield Problem(
-                f"{report.status}-plugin",
-                report.describe(),
-                (f"its kernels could not be considered for {operators}",),
-                f"add {report.name} to --plugins" if switched_off else f"repair or reinstall {report.distribution}",
-            )
-
-
 def _remedy(need: Need, registry: KernelRegistry, machine: Machine) -> str:
     unusable = {report.distribution for report in registry.unavailable}
     steps = [known.install for known in suppliers(need, machine.device, registry.distributions | unusable)]
