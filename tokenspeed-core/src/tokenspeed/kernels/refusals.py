@@ -72,28 +72,6 @@ def link_problem(link: str, group: Sequence[Need], verdicts: Verdicts) -> Proble
     )
 
 
-def _alike(needs: Iterable[Need], verdicts: Verdicts) -> list[list[Need]]:
-    """Needs that differ only in shape and met the same verdicts, together."""
-    groups: dict[object, list[Need]] = {}
-    for need in needs:
-        reasons = tuple((verdict.spec.name, verdict.reason) for verdict in verdicts[need])
-        groups.setdefault((need.operator, need.dtypes, need.features, need.traits, reasons), []).append(need)
-    return list(groups.values())
-
-
-def _requirement(need: Need) -> str:
-    parts = [*sorted(need.features), *(f"{name}={value}" for name, value in need.traits)]
-    bare = Need(need.operator, need.dtypes)
-    return bare.describe() + (f" with {', '.join(parts)}" if parts else "")
-
-
-def _shapes(group: Sequence[Need]) -> Iterator[str]:
-    shapes = [", ".join(f"{name}={value}" for name, value in need.facts) for need in group if need.facts]
-    if shapes:
-        more = f"; and {len(shapes) - _SHAPES_SHOWN} more" if len(shapes) > _SHAPES_SHOWN else ""
-        yield f"needed for {'; '.join(shapes[:_SHAPES_SHOWN])}{more}"
-
-
 def unavailable_plugins(needs: Sequence[Need], registry: KernelRegistry, machine: Machine) -> Iterator[Problem]:
     """Plugins that could not be used and might have served these needs: never just "not found"."""
     for report in registry.unavailable:
