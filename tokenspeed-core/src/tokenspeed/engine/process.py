@@ -36,8 +36,8 @@ class EngineLike(Protocol):
     def add(self, request: Request) -> None:
         """Queue one sample. Raises RequestError when it can never run."""
 
-    def abort(self, request_id: str) -> Any:
-        """Free everything that the sample holds; unknown ids are ignored."""
+    def abort(self, request_id: str) -> TokenUpdate | None:
+        """Free everything that the sample holds. Its last update, or None when there is no such sample."""
 
     def step(self) -> list[TokenUpdate]:
         """One forward pass over the scheduled samples."""
@@ -122,7 +122,6 @@ class EngineLoop:
         self._pipe = pipe
         self._paused = False
         self._stopping = False
-        self._live: set[str] = set()
         self._controls: Mapping[str, Callable[..., Any]] = {
             "stats": self._stats,
             "pause": self._pause,
@@ -143,7 +142,6 @@ class EngineLoop:
     def _step(self) -> None:
         updates = self._engine.step()
         if updates:
-            self._live.difference_update([update.id for update in updates if update.finish_reason])
             self._pipe.send(wire.Updates(updates))
 
     def _handle(self, message: wire.ToEngine) -> None:
@@ -165,16 +163,11 @@ class EngineLoop:
             self._engine.add(request)
         except RequestError as error:
             self._pipe.send(wire.Rejected(request.id, str(error), error.param, error.code))
-        else:
-            self._live.add(request.id)
 
     def _abort(self, message: wire.Abort) -> None:
-        running = [request_id for request_id in message.ids if request_id in self._live]
-        for request_id in running:
-            self._engine.abort(request_id)
-        self._live.difference_update(running)
-        if message.report and running:
-            self._pipe.send(wire.Updates([TokenUpdate(id=request_id, finish_reason="abort") for request_id in running]))
+        updates = [update for request_id in message.ids if (update := self._engine.abort(request_id)) is not None]
+        if message.report and updates:
+            self._pipe.send(wire.Updates(updates))
 
     def _call(self, message: wire.Call) -> wire.Reply:
         method = self._controls.get(message.method)

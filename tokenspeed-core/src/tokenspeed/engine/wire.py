@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from tokenspeed.engine.request import Request, TokenUpdate
+from tokenspeed.engine.validation import Limits
 from tokenspeed.errors import Problem
 
 _LENGTH = struct.Struct(">I")
@@ -31,8 +32,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     model_path: str
     architecture: str
     dtype: str
-    vocab_size: int
-    max_model_len: int
+    logprobs_mode: str
+    limits: Limits
     max_num_seqs: int
     kv_tokens: int
     fingerprint: str
@@ -40,7 +41,6 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     card: str
     weight_version: str = ""
     load_seconds: float = 0.0
-    logprobs_mode: str = "processed"
 
 
 class Submit(msgspec.Struct, tag=True, frozen=True):

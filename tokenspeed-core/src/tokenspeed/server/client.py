@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from tokenspeed.engine import wire
@@ -38,19 +38,22 @@ class SampleStream:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def __aiter__(self) -> SampleStream:
-        return self
+    async def __aiter__(self) -> AsyncIterator[TokenUpdate]:
+        async for batch in self.batches():
+            for update in batch:
+                yield update
 
-    async def __anext__(self) -> TokenUpdate:
-        while not self._pending:
-            if self._error is not None:
+    async def batches(self) -> AsyncIterator[list[TokenUpdate]]:
+        """What has arrived since the last time, at most one update for each sample. Raises EngineDead, RequestError."""
+        while self._pending or self._open:
+            if self._pending:
+                arrived, self._pending = self._pending, {}
+                yield [merge(updates) for updates in arrived.values()]
+            elif self._error is not None:
                 raise self._error
-            if not self._open:
-                raise StopAsyncIteration
-            self._wake.clear()
-            await self._wake.wait()
-        request_id = next(iter(self._pending))
-        return merge(self._pending.pop(request_id))
+            else:
+                self._wake.clear()
+                await self._wake.wait()
 
     def close(self) -> None:
         """Abort the samples that have not finished."""

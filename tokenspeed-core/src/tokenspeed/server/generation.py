@@ -1,0 +1,178 @@
+"""The samples of one HTTP request, as they grow. Knows prompts and samples; knows no JSON."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from tokenspeed.engine.request import FinishReason, PositionLogprobs, Request, SamplingParams, TokenUpdate
+from tokenspeed.engine.seeds import derive_seed, fresh_seed
+from tokenspeed.server.errors import ApiError
+
+if TYPE_CHECKING:
+    from tokenspeed.server.service import Service
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids, and the text that they came from when the client sent text."""
+
+    ids: list[int]
+    text: str | None = None
+
+
+@dataclass
+class Sample:
+    """One continuation: `index` counts all samples of the request, prompt-major; `seed` replays it alone."""
+
+    index: int
+    prompt: Prompt
+    seed: int
+    is_first: bool
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[PositionLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[PositionLogprobs | None] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    cached_tokens: int = 0
+    preemptions: int = 0
+    weight_versions: list[tuple[str, int]] = field(default_factory=list)
+    first_token_at: float = 0.0
+    last_token_at: float = 0.0
+
+    def absorb(self, update: TokenUpdate) -> None:
+        """Add what a step brought. Raises ApiError when the engine reports that this sample failed."""
+        if update.finish_reason == "error":
+            raise ApiError(500, update.error or "the engine failed on this request", reason="sample_failed")
+        if update.token_ids and (not self.weight_versions or self.weight_versions[-1][0] != update.weight_version):
+            self.weight_versions.append((update.weight_version, len(self.token_ids)))
+        self.token_ids += update.token_ids
+        self.text += update.text
+        self.logprobs += update.logprobs or ()
+        if update.prompt_logprobs is not None:
+            self.prompt_logprobs = update.prompt_logprobs
+        self.finish_reason = update.finish_reason
+        self.stop_reason = update.stop_reason
+        self.cached_tokens = update.cached_tokens
+        self.preemptions = update.preemptions
+
+    def whole(self) -> TokenUpdate:
+        """Everything so far as one update, for replies that are not streamed."""
+        return TokenUpdate(
+            id="",
+            token_ids=self.token_ids,
+            text=self.text,
+            logprobs=self.logprobs,
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+        )
+
+    def version_spans(self) -> list[dict[str, object]]:
+        """Which weights computed which of the output tokens: `[{version, start, end}]`."""
+        ends = [start for _, start in self.weight_versions[1:]] + [len(self.token_ids)]
+        spans = zip(self.weight_versions, ends, strict=True)
+        return [{"version": version, "start": start, "end": end} for (version, start), end in spans]
+
+
+class Generation:
+    """Prompts times `n` samples under one external id. Use as a context manager: leaving it aborts what still runs.
+
+    `params` is what the client asked for; each sample gets its own seed, and its `max_tokens` clamped to the context.
+    With `prompt_logprobs_once` only the first sample of a prompt reads the prompt's logprobs; the others share them.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        external_id: str,
+        *,
+        prompt_logprobs_once: bool = True,
+    ) -> None:
+        self.params = params
+        self.prompts = prompts
+        self.external_id = external_id
+        self.started_at = time.monotonic()
+        self.samples: list[Sample] = []
+        self._service = service
+        self._by_id: dict[str, Sample] = {}
+        requests = []
+        for prompt in prompts:
+            for i in range(params.n):
+                seed = fresh_seed() if params.seed is None else derive_seed(params.seed, i)
+                sample = Sample(len(self.samples), prompt, seed, is_first=i == 0)
+                self.samples.append(sample)
+                request_id = service.client.unique_id(external_id)
+                self._by_id[request_id] = sample
+                own = msgspec.structs.replace(
+                    params,
+                    n=1,
+                    seed=None,
+                    max_tokens=service.limits.output_tokens(len(prompt.ids), params.max_tokens),
+                    prompt_logprobs=params.prompt_logprobs if i == 0 or not prompt_logprobs_once else None,
+                )
+                arrival = self.started_at
+                requests.append(Request(id=request_id, prompt=prompt.ids, params=own, seed=seed, arrival=arrival))
+        service.admit(len(requests))
+        self._stream = service.client.submit(requests)
+        service.started(self)
+
+    def __enter__(self) -> Generation:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._stream.close()
+        self._service.ended(self)
+
+    @property
+    def engine_ids(self) -> list[str]:
+        """The ids of the samples inside the engine."""
+        return list(self._by_id)
+
+    async def batches(self) -> AsyncIterator[list[tuple[Sample, TokenUpdate]]]:
+        """What has arrived since the last time, until every sample has finished. Samples are already updated.
+
+        Raises EngineDead, RequestError or ApiError.
+        """
+        async for updates in self._stream.batches():
+            batch = []
+            for update in updates:
+                sample = self._by_id[update.id]
+                sample.absorb(update)
+                self._service.metrics.observe(self, sample, update)
+                batch.append((sample, update))
+            yield batch
+
+    async def finish(self) -> list[Sample]:
+        """Wait for all samples."""
+        async for _ in self.batches():
+            pass
+        for sample in self.samples:
+            if not sample.is_first and sample.prompt_logprobs is None:
+                sample.prompt_logprobs = self.samples[sample.index - sample.index % self.params.n].prompt_logprobs
+        return self.samples
+
+    def usage(self) -> dict[str, object]:
+        """OpenAI's token counts over all samples; a prompt counts once, however many samples it has."""
+        prompt_tokens = sum(len(prompt.ids) for prompt in self.prompts)
+        return usage(
+            prompt_tokens,
+            sum(len(sample.token_ids) for sample in self.samples),
+            sum(sample.cached_tokens for sample in self.samples if sample.is_first),
+        )
+
+
+def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, object]:
+    """OpenAI's `usage` object."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+    }

@@ -1,0 +1,145 @@
+"""What all routes share: the engine's client, the texts, the limits, and who may start something now."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tokenspeed.engine.wire import EngineInfo
+from tokenspeed.errors import EngineDead
+from tokenspeed.server.client import EngineClient
+from tokenspeed.server.errors import ApiError
+from tokenspeed.server.generation import Generation
+from tokenspeed.server.limits import Limits
+from tokenspeed.server.metrics import Metrics
+from tokenspeed.server.text import TextService
+
+
+@dataclass(frozen=True)
+class ServiceOptions:
+    """`model_names` are the names that requests may use, the first one is reported. `public` holds the server's options
+    for `/server_info`, without secrets. `is_loopback` says that only this machine can connect."""
+
+    model_names: tuple[str, ...]
+    api_keys: tuple[str, ...] = ()
+    control_key: str | None = None
+    is_loopback: bool = True
+    metrics_compat: tuple[str, ...] = ()
+    public: dict[str, Any] | None = None
+
+
+class Service:
+    """Shared state of one server. `draining` and `is_paused` say why new work may be refused."""
+
+    def __init__(self, client: EngineClient, text: TextService, limits: Limits, options: ServiceOptions) -> None:
+        self.client = client
+        self.text = text
+        self.limits = limits
+        self.options = options
+        self.metrics = Metrics(options.model_names[0], compat=options.metrics_compat)
+        self.created = int(time.time())
+        self.draining = False
+        self.is_paused = False
+        self._refusing: str | None = None
+        self._active: defaultdict[str, set[Generation]] = defaultdict(set)
+
+    @property
+    def info(self) -> EngineInfo:
+        """What the engine said of itself when it started."""
+        return self.client.info
+
+    @property
+    def model_name(self) -> str:
+        """The name that replies carry."""
+        return self.options.model_names[0]
+
+    def check_model(self, name: str | None) -> str:
+        """The name to answer with. Raises ApiError 404 for a model that is not served."""
+        if name is None:
+            return self.model_name
+        if name not in self.options.model_names:
+            raise ApiError(404, f"The model `{name[:200]}` does not exist.", param="model", reason="model_not_found")
+        return name
+
+    def admit(self, samples: int) -> None:
+        """Raises ApiError 503 when nothing new may start now, or not so much."""
+        if self.client.dead is not None:
+            raise ApiError(503, f"EngineDead: {self.client.dead}", reason="engine_dead")
+        if self.draining:
+            raise ApiError(503, "the server is shutting down", reason="draining")
+        if self._refusing is not None:
+            raise ApiError(503, self._refusing, reason="paused")
+        if self.client.in_flight + samples > self.limits.max_in_flight:
+            message = (
+                f"the queue is full: {self.client.in_flight} samples are in flight, at most {self.limits.max_in_flight}"
+            )
+            raise ApiError(503, message, reason="queue_full", headers={"retry-after": "1"})
+
+    def started(self, generation: Generation) -> None:
+        """Called by every generation when it has been submitted."""
+        self._active[generation.external_id].add(generation)
+        self.metrics.started(generation)
+
+    def ended(self, generation: Generation) -> None:
+        """Called by every generation when it is over, whatever the reason."""
+        group = self._active[generation.external_id]
+        group.discard(generation)
+        if not group:
+            del self._active[generation.external_id]
+
+    def abort(self, external_ids: Sequence[str] | None = None) -> int:
+        """End samples with `finish_reason` abort: those of these requests, or all. Returns how many were running."""
+        if external_ids is None:
+            return self.client.abort(self.client.open_ids())
+        wanted = {
+            name for given in external_ids for name in (given, *(f"{kind}-{given}" for kind in ("cmpl", "chatcmpl")))
+        }
+        groups = [generation for name in wanted for generation in self._active.get(name, ())]
+        return self.client.abort([engine_id for generation in groups for engine_id in generation.engine_ids])
+
+    async def idle(self, timeout_seconds: float | None = None) -> bool:
+        """Wait until no sample is in flight; False when time is out or the engine is dead."""
+        deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+        while self.client.in_flight:
+            if deadline is not None and time.monotonic() >= deadline:
+                return False
+            await asyncio.sleep(0.02)
+        return self.client.dead is None
+
+    async def pause(self, mode: str, *, keep_accepting: bool) -> None:
+        """Stop the engine between two steps: `abort` ends what runs, `wait` lets it finish, `keep` freezes it.
+
+        Unless `keep_accepting`, new requests get 503 until `resume`; otherwise they wait.
+        """
+        self.is_paused = True
+        if not keep_accepting:
+            self._refusing = f"the server is paused (mode {mode}); resume it first"
+        if mode == "wait":
+            await self.idle()
+            if not self.is_paused:  # resumed while waiting
+                return
+        await self.client.call("pause")
+        if mode == "abort":
+            self.abort()
+            await self.client.call("ping")  # the engine answers in order: what was aborted has been reported
+
+    async def resume(self) -> None:
+        """Go on after `pause`; nothing happens when not paused."""
+        self.is_paused = False
+        self._refusing = None
+        await self.client.call("resume")
+
+    async def check_alive(self, timeout_seconds: float) -> None:
+        """A no-op through the engine's loop. Raises EngineDead, or ApiError 503 when the loop does not answer."""
+        try:
+            await self.client.call("ping", timeout_seconds)
+        except EngineDead as error:
+            raise ApiError(503, f"EngineDead: {error}", reason="engine_dead") from None
+        except TimeoutError:
+            raise ApiError(
+                503, f"the engine did not answer within {timeout_seconds:g} s", reason="engine_stuck"
+            ) from None
