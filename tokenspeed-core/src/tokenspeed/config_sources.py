@@ -18,7 +18,6 @@ import yaml
 from tokenspeed.config import OPTIONS, SWITCH_OPTIONS, EngineConfig
 from tokenspeed.errors import ConfigError
 from tokenspeed.numerics.switches import SWITCHES
-from tokenspeed.options import Option
 
 PREFIX = "TOKENSPEED_"
 
@@ -41,7 +40,7 @@ def load_config(
     *,
     config_file: str | Path | None = None,
     environ: Mapping[str, str] | None = None,
-    spell: Callable[[str], str] | None = None,
+    spell: Callable[[str, object], str] | None = None,
 ) -> EngineConfig:
     """Merge the sources into one configuration.
 
@@ -49,9 +48,9 @@ def load_config(
     message names such an argument. `environ` is `os.environ` unless given. Raises ConfigError with every fault.
     """
     environ = os.environ if environ is None else environ
-    spell = spell or (lambda name: _ALL[name].flag if name in _ALL else name)
+    spell = spell or _spell_flag
     faults: list[str] = []
-    layers = [{name: _Setting(value, spell(name)) for name, value in (arguments or {}).items()}]
+    layers = [{name: _Setting(value, spell(name, value)) for name, value in (arguments or {}).items()}]
     path = config_file or environ.get(CONFIG_VARIABLE)
     if path is not None:
         layers.append(_from_yaml(Path(path), faults))
@@ -65,6 +64,40 @@ def load_config(
         raise ConfigError("\n".join(faults))
     switches = {name: values.pop(name) for name in SWITCHES if name in values}
     return EngineConfig(**values, switches=switches, given={name: settings[name].source for name in settings})
+
+
+def config_from_arguments(**arguments: object) -> EngineConfig:
+    """A configuration from Python arguments, as `LLM(...)` takes them; the environment fills what is not given."""
+    return load_config(
+        arguments, spell=lambda name, value: f"argument {name}={'…' if _is_secret(name) else repr(value)}"
+    )
+
+
+def _is_secret(name: str) -> bool:
+    return name in _ALL and _ALL[name].secret
+
+
+def _spell_flag(name: str, value: object) -> str:
+    if name not in _ALL:
+        return name
+    option = _ALL[name]
+    return f"--no-{option.flag[2:]}" if option.kind == "boolean" and value is False else option.flag
+
+
+def allowed_plugins(text: str | None = None) -> tuple[str, ...] | None:
+    """What `--plugins` allows, for commands that read no other option: `text`, or the environment, or None for all.
+
+    Raises ConfigError when the text cannot be read.
+    """
+    option = OPTIONS["plugins"]
+    value = os.environ.get(option.variable) if text is None else text
+    if value is None:
+        return None
+    try:
+        names: tuple[str, ...] = option.read(value)
+    except ValueError as error:
+        raise ConfigError(f"{option.flag}: {error}") from None
+    return names
 
 
 def _read(name: str, setting: _Setting, faults: list[str]) -> Any:
@@ -143,8 +176,3 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 def _near(name: str, known: Iterable[str]) -> str:
     matches = difflib.get_close_matches(name, list(known), n=1)
     return f"; did you mean {matches[0]}?" if matches else ""
-
-
-def option_named(name: str) -> Option:
-    """The option or switch called `name`. Raises KeyError."""
-    return _ALL[name]

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 
 class TokenspeedError(Exception):
@@ -43,6 +44,16 @@ class Problem:
         if self.remedy:
             lines.append(f"    -> {self.remedy}")
         return "\n".join(lines)
+
+
+def problem_dict(problem: Problem) -> dict[str, Any]:
+    """A problem as plain data, for JSON."""
+    return {
+        "kind": problem.kind,
+        "summary": problem.summary,
+        "details": list(problem.details),
+        "remedy": problem.remedy,
+    }
 
 
 class StartRefused(TokenspeedError):

@@ -43,7 +43,7 @@ class Machine:
     def describe(self) -> str:
         """`cpu x86_64 (avx2, avx512f), 2 cores`."""
         isa = f" ({', '.join(sorted(self.isa))})" if self.isa else ""
-        return f"{self.device} {self.arch}{isa}, {self.cores} cores"
+        return f"{self.device} {self.arch}{isa}, {self.cores} core{'s' if self.cores != 1 else ''}"
 
 
 def installed_libraries() -> Mapping[str, str]:

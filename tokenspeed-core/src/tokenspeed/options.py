@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
@@ -114,8 +114,8 @@ def _boolean(value: object) -> bool:
 
 def _names(value: object) -> tuple[str, ...]:
     """`a,b`, a list of names, or `none` for an empty list."""
-    parts: Iterable[object] = value.split(",") if isinstance(value, str) else value  # type: ignore[assignment]
-    names = tuple(_text(part).strip() for part in parts)
+    items = value if isinstance(value, list | tuple) else [value]
+    names = tuple(part.strip() for item in items for part in _text(item).split(","))
     if names == ("none",):
         return ()
     if not all(names):
@@ -128,8 +128,7 @@ def _pairs(value: object) -> Mapping[str, str]:
     if isinstance(value, Mapping):
         items = [(_text(key), _text(item)) for key, item in value.items()]
     else:
-        parts = [name for text in (value if isinstance(value, tuple | list) else (value,)) for name in _names(text)]
-        items = [(key.strip(), item.strip()) for key, _, item in (part.partition("=") for part in parts)]
+        items = [(key.strip(), item.strip()) for key, _, item in (part.partition("=") for part in _names(value))]
     pairs = dict(items)
     if len(pairs) != len(items) or not all(key and item for key, item in items):
         raise ValueError

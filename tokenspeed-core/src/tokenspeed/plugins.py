@@ -19,6 +19,7 @@ import pluggy
 from importlib_metadata import EntryPoint, entry_points
 
 from tokenspeed import hookspecs
+from tokenspeed.cli.commands import COMMANDS
 from tokenspeed.errors import ConfigError, PluginError, Problem
 from tokenspeed.kernels.registry import spec_faults
 from tokenspeed.kernels.spec import KernelSpec
@@ -244,7 +245,9 @@ def _command_faults(command: object) -> list[str]:
 
     if not isinstance(command, click.Command):
         return [f"{command!r} is not a click command"]
-    return [] if command.name else ["a command has no name"]
+    if not command.name:
+        return ["a command has no name"]
+    return [f"command {command.name} is built in"] if command.name in COMMANDS else []
 
 
 def _clash(noun: str, name: str, claimants: Sequence[_Contribution]) -> Problem:

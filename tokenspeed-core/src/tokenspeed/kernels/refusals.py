@@ -20,7 +20,7 @@ def missing_kernels(
     needs: Iterable[Need], verdicts: Verdicts, registry: KernelRegistry, machine: Machine
 ) -> Iterator[Problem]:
     """One problem for each operator and dtype that no kernel can serve, however many shapes need it."""
-    for group in _alike(needs, verdicts):
+    for group in alike(needs, verdicts):
         need = group[0]
         candidates = [verdict.describe() for verdict in verdicts[need]]
         yield Problem(
@@ -38,7 +38,7 @@ def pin_problems(
     needs: Iterable[Need], verdicts: Verdicts, registry: KernelRegistry, pins: Mapping[str, str]
 ) -> Iterator[Problem]:
     """Pins that cannot be followed, naming the pinned kernel and what it lacks."""
-    for group in _alike(needs, verdicts):
+    for group in alike(needs, verdicts):
         need = group[0]
         flag = f"--kernel {need.operator}={pins[need.operator]}"
         pinned = next((v for v in verdicts[need] if v.spec.name == pins[need.operator]), None)
@@ -85,7 +85,7 @@ def unavailable_plugins(needs: Sequence[Need], registry: KernelRegistry, machine
             )
 
 
-def _alike(needs: Iterable[Need], verdicts: Verdicts) -> list[list[Need]]:
+def alike(needs: Iterable[Need], verdicts: Verdicts) -> list[list[Need]]:
     """Needs that differ only in shape and met the same verdicts, together."""
     groups: dict[object, list[Need]] = {}
     for need in needs:
@@ -96,8 +96,7 @@ def _alike(needs: Iterable[Need], verdicts: Verdicts) -> list[list[Need]]:
 
 def _requirement(need: Need) -> str:
     parts = [*sorted(need.features), *(f"{name}={value}" for name, value in need.traits)]
-    bare = Need(need.operator, need.dtypes)
-    return bare.describe() + (f" with {', '.join(parts)}" if parts else "")
+    return Need(need.operator, need.dtypes).describe() + (f" with {', '.join(parts)}" if parts else "")
 
 
 def _shapes(group: Sequence[Need]) -> Iterator[str]:

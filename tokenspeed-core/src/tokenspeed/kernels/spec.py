@@ -121,6 +121,10 @@ class Need:
             tuple(sorted((traits or {}).items())),
         )
 
+    def without_facts(self) -> Need:
+        """The same need for any shape."""
+        return Need(self.operator, self.dtypes, (), self.features, self.traits)
+
     def describe(self) -> str:
         """One line for people: `gemm.linear (out bfloat16, weight bfloat16, x bfloat16; k=1024, n=3072)`."""
         dtypes = ", ".join(f"{role} {dtype}" for role, dtype in self.dtypes)

@@ -194,7 +194,7 @@ def _keeps_promise(spec: KernelSpec, solution: str) -> bool:
 
 
 def _conflict(envelope: Envelope, switch: Switch, value: str, tight: str, source: str) -> Problem:
-    where = f" ({source})" if source and source != switch.flag else ""
+    where = f" ({source})" if source and not source.startswith("--") else ""
     broken = [f"it would break the promise: {PROMISES[promise]}" for promise in switch.promises]
     if switch.any_name:
         broken.append(f"no installed kernel of {value} declares {BATCH_INVARIANT} and combine_order=slot")

@@ -1,0 +1,30 @@
+"""The subcommands of `tokenspeed`, as data: a command's module is imported when it is invoked, and not before."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class LazyCommand:
+    """A subcommand: `target` is `"module:command"`, `summary` its line in the help."""
+
+    target: str
+    summary: str
+
+
+COMMANDS = {
+    "serve": LazyCommand("tokenspeed.cli.serve:serve", "Serve a model over HTTP."),
+    "generate": LazyCommand("tokenspeed.cli.generate:generate", "Continue the prompts of a JSONL file."),
+    "score": LazyCommand("tokenspeed.cli.score:score", "Report the logprobs of given sequences."),
+    "bench": LazyCommand("tokenspeed.cli.bench:bench", "Measure throughput and latency."),
+    "explain": LazyCommand("tokenspeed.cli.explain:explain", "Show which kernels a model would use, and why."),
+    "numerics": LazyCommand("tokenspeed.cli.numerics:numerics", "Explain and check what is promised about bits."),
+    "kernels": LazyCommand("tokenspeed.cli.kernels:kernels", "List the installed kernels."),
+    "plugins": LazyCommand("tokenspeed.cli.plugins:plugins", "List the installed plugins and how each one fared."),
+    "doctor": LazyCommand("tokenspeed.cli.doctor:doctor", "Report on this environment."),
+}
+
+NUMERICS_COMMANDS = {
+    "explain": LazyCommand("tokenspeed.cli.numerics:explain", "Show what each switch became, and why."),
+}
