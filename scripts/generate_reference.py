@@ -11,18 +11,26 @@ import importlib
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import cast
 
 import click
+
 import tokenspeed
 from tokenspeed import hookspecs
-from tokenspeed.cli.main import main as command_line
+from tokenspeed.cli.main import cli as command_line
 from tokenspeed.config import GROUPS, OPTIONS
 from tokenspeed.kernels.operators import OPERATORS, Argument
 from tokenspeed.numerics.envelopes import BUILTIN_TRAINERS, DEFAULT_TRAINER, ENVELOPES
 from tokenspeed.numerics.switches import PROMISES, SWITCHES
 from tokenspeed.options import Option
+from tokenspeed.server.app import create_app
+from tokenspeed.server.service import Service
 
 FOLDER = Path(__file__).parent.parent / "docs" / "reference"
+_CONSTANTS = {
+    "BATCH_INVARIANT": "The feature that `rl-bitwise` requires of every kernel.",
+    "hookimpl": "Marks a function of a plugin as the implementation of the hook of that name.",
+}
 _NOTE = "<!-- Written by scripts/generate_reference.py; change the code, not this page. -->\n"
 
 
@@ -30,6 +38,11 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A Markdown table; `|` inside a cell is escaped."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines) + "\n"
+
+
+def first_paragraph(text: str) -> str:
+    """The first paragraph of a docstring, as one line."""
+    return inspect.cleandoc(text).split("\n\n")[0].replace("\n", " ")
 
 
 def configuration_page() -> str:
@@ -129,14 +142,30 @@ def python_page() -> str:
     parts = ["# Python\n", "## Public names of `tokenspeed`\n"]
     for name in sorted(set(tokenspeed.__all__) - {"__version__"}):
         value = getattr(tokenspeed, name)
-        text = inspect.getdoc(value) if inspect.isclass(value) or inspect.isfunction(value) else None
-        first = (text or f"`{value!r}`").split("\n\n")[0].replace("\n", " ")
-        parts.append(f"- `{name}`: {first}\n")
+        text = inspect.getdoc(value) if inspect.isclass(value) or inspect.isfunction(value) else _CONSTANTS[name]
+        parts.append(f"- `{name}`: {first_paragraph(text or '')}\n")
     parts += ["## Hooks\n", f"{inspect.getdoc(hookspecs)}\n"]
     for name in [name for name in vars(hookspecs) if name.startswith("tokenspeed_")]:
         parts.append(f"- `{name}()`: {inspect.getdoc(getattr(hookspecs, name))}\n")
     errors = inspect.getdoc(importlib.import_module("tokenspeed.errors")) or ""
     parts += ["## Exceptions\n", f"```text\n{errors}\n```\n"]
+    return "\n".join(parts)
+
+
+def http_page() -> str:
+    """Every route of the server."""
+    parts = [
+        "# HTTP\n",
+        'Bodies are JSON. An error has OpenAI\'s body, `{"error": {"message", "type", "param", "code"}}`: status 400 '
+        "for a bad request, 401 and 403 for a missing or wrong key, 404 for an unknown model or route, 503 when the "
+        "engine is gone. [Serve](../guides/serve.md) shows how to call the routes.\n",
+    ]
+    paths = create_app(cast(Service, None)).openapi()["paths"]  # the service is needed by requests only
+    rows = []
+    for path, methods in paths.items():
+        described = next(iter(methods.values())).get("description", "")
+        rows.append((" ".join(sorted(method.upper() for method in methods)), f"`{path}`", first_paragraph(described)))
+    parts.append(table(("method", "route", "meaning"), rows))
     return "\n".join(parts)
 
 
@@ -164,6 +193,7 @@ def _commands(
 PAGES: dict[str, Callable[[], str]] = {
     "cli.md": command_page,
     "configuration.md": configuration_page,
+    "http.md": http_page,
     "numerics.md": numerics_page,
     "operators.md": operators_page,
     "python.md": python_page,

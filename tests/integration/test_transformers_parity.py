@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from tokenspeed.models.base import CausalLM
 from tokenspeed.models.registry import ModelRegistry, model_class
 from tokenspeed.testing.models import PagedModel, load_model

@@ -6,8 +6,9 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from corpus import END_OF_TEXT, IM_END, IM_START
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from corpus import END_OF_TEXT, IM_END, IM_START
 
 VOCABULARY = 1024
 SPECIAL_TOKENS = (END_OF_TEXT, IM_START, IM_END)

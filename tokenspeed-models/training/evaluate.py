@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import torch
-from corpus import ALL_ADDITIONS, END_OF_TEXT, addition_prompt
 from tokenizers import Tokenizer
 from torch.nn import functional
 from transformers import Qwen3ForCausalLM
+
+from corpus import ALL_ADDITIONS, END_OF_TEXT, addition_prompt
 
 _ROWS = 1350
 

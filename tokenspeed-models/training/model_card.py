@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from evaluate import continuation, solve_rates
 from tokenizers import Tokenizer
 from transformers import Qwen3ForCausalLM
+
+from evaluate import continuation, solve_rates
 
 _COMPLETIONS = ("The cat", "One day", "The sky is", "The capital of Japan is", "12+34=", "68+75=")
 _QUESTIONS = (

@@ -70,7 +70,8 @@ async def health(service: ServiceDep) -> Response:
     return Response()
 
 
-@routes.api_route("/ping", methods=["GET", "POST"])
+@routes.get("/ping")
+@routes.post("/ping")
 async def ping(service: ServiceDep) -> Response:
     """`/health` under the name that SageMaker asks for."""
     return await health(service)
