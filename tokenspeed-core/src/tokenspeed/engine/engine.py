@@ -97,7 +97,7 @@ class Engine:
         self.limits = Limits(
             vocab_size=model.vocab_size, max_model_len=options.max_model_len, max_logprobs=options.max_logprobs
         )
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._weight_version = options.weight_version
         self._cache = KVCache(
             model.kv_specs(),
@@ -147,7 +147,7 @@ class Engine:
         most = self.limits.max_model_len
         if params.max_tokens is not None:
             most = min(most, len(request.prompt) + params.max_tokens)
-        text = TextStream(self._tokenizer, params) if self._tokenizer is not None and params.detokenize else None
+        text = TextStream(self.tokenizer, params) if self.tokenizer is not None and params.detokenize else None
         penalised = params.repetition_penalty != 1 or params.frequency_penalty or params.presence_penalty
         counts = TokenCounts(request.prompt) if penalised else None
         rules = StopRules.of(params, self.options.eos_ids)

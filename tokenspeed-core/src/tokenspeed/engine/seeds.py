@@ -29,3 +29,8 @@ def derive_seed(seed: int, index: int) -> int:
 def fresh_seed() -> int:
     """A random 63-bit seed for a sample whose request names none; the reply reports it."""
     return secrets.randbits(63)
+
+
+def sample_seeds(seed: int | None, n: int) -> list[int]:
+    """Seeds of the `n` samples of one request: derived from its seed, or all fresh where it names none."""
+    return [fresh_seed() if seed is None else derive_seed(seed, index) for index in range(n)]

@@ -1,0 +1,263 @@
+"""The engine in this process, for scripts and notebooks.
+
+from tokenspeed import LLM, SamplingParams
+
+with LLM("tiny", numerics="rl-bitwise") as llm:
+    for output in llm.generate(["Once upon a time"], SamplingParams(max_tokens=32)):
+        print(output.outputs[0].text)
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Integral
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+
+from tokenspeed import startup
+from tokenspeed.chat import ChatTemplate
+from tokenspeed.config_sources import load_config
+from tokenspeed.engine.engine import Engine, EngineStats
+from tokenspeed.engine.request import Request, SamplingParams
+from tokenspeed.engine.seeds import sample_seeds
+from tokenspeed.engine.validation import validate_params
+from tokenspeed.errors import EngineDead, RequestError
+from tokenspeed.numerics.plan import Plan
+from tokenspeed.progress import request_progress, start_progress
+from tokenspeed.results import CompletionOutput, RequestOutput, Score, absorb
+from tokenspeed.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int]
+Messages = Sequence[Mapping[str, Any]]
+
+
+@dataclass
+class _Job:
+    """One sample on its way: the engine's request and where its updates go."""
+
+    request: Request
+    target: RequestOutput
+    output: CompletionOutput
+
+
+class LLM:
+    """One model, loaded. Not thread-safe. Close it, or use it as a context manager, to give its memory back.
+
+    `model` is a directory, an embedded model's name or a name in the local cache. `numerics` is the envelope (`auto`
+    unless configured otherwise), `trainer` a trainer profile. `options` are the names of the command line's options
+    (`max_model_len=2048`, `kernel={"gemm.linear": "aok.gemm.linear"}`); an unknown one raises ConfigError. A start that
+    cannot keep its promise raises StartRefused with every reason. `progress` shows what is happening on standard error;
+    None shows it on a terminal only.
+    """
+
+    def __init__(
+        self,
+        model: str | Path = "tiny",
+        *,
+        numerics: str | None = None,
+        trainer: str | None = None,
+        progress: bool | None = None,
+        **options: Any,
+    ) -> None:
+        given = {"model": str(model), "numerics": numerics, "trainer": trainer, **options}
+        config = load_config(
+            {name: value for name, value in given.items() if value is not None},
+            spell=lambda name: f"LLM({name}=…)",
+        )
+        self._progress = progress
+        prepared = startup.prepare(config)
+        with start_progress(progress) as report:
+            self._engine: Engine | None = startup.launch(prepared, report)
+        self.plan: Plan = prepared.plan
+        self._template_file = config.chat_template
+        self._template: ChatTemplate | None = None
+        self._ids = itertools.count()
+
+    @property
+    def engine(self) -> Engine:
+        """The engine, for those who want to step it themselves. Raises EngineDead after `close`."""
+        if self._engine is None:
+            raise EngineDead("this LLM is closed")
+        return self._engine
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer. Raises RequestError when it has none."""
+        tokenizer = self.engine.tokenizer
+        if tokenizer is None:
+            raise RequestError("this model has no tokenizer; give token ids", param="prompt", code="no_tokenizer")
+        return tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        on_output: Callable[[int, RequestOutput], None] | None = None,
+    ) -> list[RequestOutput]:
+        """Continue every prompt (a text, token ids, or a list of either); results in the order of the prompts.
+
+        One `SamplingParams` serves all prompts, or give one for each. `on_output(index, output)` is called as soon as a
+        prompt is finished. Raises RequestError, before anything is computed, when a prompt or a parameter is wrong.
+        """
+        listed: list[Prompt] = _as_list(prompts)
+        params = _params_for(sampling_params, len(listed))
+        for each in params:
+            validate_params(each, self.engine.limits)
+        encoded = [self._encode(prompt) for prompt in listed]
+        targets = [
+            RequestOutput(str(next(self._ids)), prompt if isinstance(prompt, str) else None, ids, [])
+            for prompt, ids in zip(listed, encoded, strict=True)
+        ]
+        jobs = [job for target, each in zip(targets, params, strict=True) for job in _expand(target, each)]
+        self._run(jobs, targets, on_output)
+        return targets
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **template_variables: Any,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or each of several, through the model's chat template."""
+        conversations: list[Messages] = [messages] if _is_conversation(messages) else list(messages)  # type: ignore[list-item, arg-type]
+        texts = [
+            self._chat_template().render(
+                conversation,
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                **template_variables,
+            )
+            for conversation in conversations
+        ]
+        prompts = [self.tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        outputs = self.generate(prompts, sampling_params)
+        for output, text in zip(outputs, texts, strict=True):
+            output.prompt = text
+        return outputs
+
+    def score(self, sequences: Prompt | Sequence[Prompt], *, temperature: float = 1.0) -> list[Score]:
+        """Teacher-forced log-probabilities of each sequence, a text or token ids.
+
+        They are the numbers that generating the same tokens at the same temperature reports, bit for bit under
+        `rl-bitwise`. Raises RequestError for a sequence that is wrong, or whose logits are not numbers.
+        """
+        params = SamplingParams(max_tokens=0, prompt_logprobs=0, temperature=temperature, detokenize=False)
+        scores = []
+        for output in self.generate(sequences, params):
+            (sample,) = output.outputs
+            if sample.error is not None or output.prompt_logprobs is None:
+                raise RequestError(f"sequence {output.request_id}: {sample.error}", param="prompt", code="model_error")
+            pairs = zip(output.prompt_token_ids, output.prompt_logprobs, strict=True)
+            values = [None if position is None else position[token].logprob for token, position in pairs]
+            scores.append(Score(output.prompt_token_ids, values))
+        return scores
+
+    def stats(self) -> EngineStats:
+        """The engine's gauges and counters."""
+        return self.engine.stats()
+
+    def close(self) -> None:
+        """Give the model and its cache back; the object is of no further use. Safe to call twice."""
+        self._engine = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else [operator.index(token) for token in prompt]
+
+    def _chat_template(self) -> ChatTemplate:
+        if self._template is None:
+            file = self._template_file
+            source = Path(file).read_text(encoding="utf-8") if file else self.tokenizer.chat_template
+            if source is None:
+                raise RequestError(
+                    "this model has no chat template; give one as chat_template",
+                    param="messages",
+                    code="no_chat_template",
+                )
+            self._template = ChatTemplate(source, self.tokenizer.special_tokens)
+        return self._template
+
+    def _run(
+        self,
+        jobs: list[_Job],
+        targets: list[RequestOutput],
+        on_output: Callable[[int, RequestOutput], None] | None,
+    ) -> None:
+        """Step the engine until every job has ended; on any error nothing is left in the engine."""
+        engine = self.engine
+        waiting = {job.request.id: job for job in jobs}
+        positions = {id(target): index for index, target in enumerate(targets)}
+        try:
+            for job in jobs:
+                engine.add(job.request)
+            with request_progress(len(targets), self._progress) as advance:
+                while waiting:
+                    for update in engine.step():
+                        job = waiting[update.id]
+                        absorb(job.target, job.output, update, engine.tokenizer)
+                        done = update.finish_reason is not None
+                        if done:
+                            del waiting[update.id]
+                        advance(len(update.token_ids), int(done and job.target.finished))
+                        if done and on_output is not None and job.target.finished:
+                            on_output(positions[id(job.target)], job.target)
+        finally:
+            for request_id in waiting:
+                engine.abort(request_id)
+
+
+def _expand(target: RequestOutput, params: SamplingParams) -> list[_Job]:
+    """The samples of one prompt; only the first one reads the prompt's logprobs, which all would share."""
+    jobs = []
+    for index, seed in enumerate(sample_seeds(params.seed, params.n)):
+        output = CompletionOutput(index, seed=seed)
+        target.outputs.append(output)
+        own = msgspec.structs.replace(
+            params, n=1, seed=seed, prompt_logprobs=params.prompt_logprobs if index == 0 else None
+        )
+        request_id = f"{target.request_id}-{index}"
+        request = Request(id=request_id, prompt=target.prompt_token_ids, params=own, seed=seed)
+        jobs.append(_Job(request, target, output))
+    return jobs
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
+    """One text or one list of ids becomes a list of one prompt."""
+    if isinstance(prompts, str) or (len(prompts) > 0 and all(isinstance(item, Integral) for item in prompts)):
+        return [prompts]
+    return list(prompts)
+
+
+def _params_for(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise RequestError(
+            f"{len(params)} sampling_params were given for {count} prompts",
+            param="sampling_params",
+            code="invalid_value",
+        )
+    return list(params)
+
+
+def _is_conversation(messages: Messages | Sequence[Messages]) -> bool:
+    return len(messages) > 0 and isinstance(messages[0], Mapping)
