@@ -113,6 +113,13 @@ class EngineConfig:
     control_key: str | None = _option(
         None, "text", SERVER, "Key for the routes that change weights or state.", secret=True
     )
+    max_in_flight: int = _option(
+        8192, "integer", SERVER, "Most samples that run or wait; beyond it, requests get 503.", minimum=1
+    )
+    max_body: int = _option(32 << 20, "size", SERVER, "Largest request body.", minimum=1024)
+    metrics_compat: tuple[str, ...] = _option(
+        (), "names", SERVER, "Emit the metrics under these prefixes too, as in vllm.", metavar="PREFIX"
+    )
     drain_timeout_seconds: float = _option(
         30.0, "number", SERVER, "How long running requests may take to finish after SIGTERM.", minimum=0
     )

@@ -1,0 +1,48 @@
+"""What a start is doing, as it does it: a live line on a terminal, one plain line for each stage elsewhere."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+
+class StartProgress:
+    """Call it with (stage, done, in all); `in all` 0 means that nothing is counted. Use as a context manager."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._started = time.monotonic()
+        self._stage = ""
+        self._live: Progress | None = None
+        if console.is_terminal:
+            columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+            self._live = Progress(*columns, TimeElapsedColumn(), console=console, transient=True)
+
+    def __enter__(self) -> StartProgress:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        """Show that `stage` is going on."""
+        is_new, self._stage = stage != self._stage, stage
+        if self._live is None:
+            if is_new:
+                self._console.print(
+                    f"[{time.monotonic() - self._started:6.2f} s] {stage}", highlight=False, markup=False
+                )
+            return
+        if is_new:
+            for task in self._live.task_ids:
+                self._live.remove_task(task)
+            self._live.add_task(stage, total=total or None)
+        self._live.update(self._live.task_ids[-1], completed=done, total=total or None)
