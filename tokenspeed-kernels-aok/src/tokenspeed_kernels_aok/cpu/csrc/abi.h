@@ -1,0 +1,179 @@
+// The C ABI: one argument block for each kernel, and the table of kernels that every instruction set fills.
+//
+// A kernel is `void kernel(const Args*)`. Every field of a block is eight bytes wide (a pointer, an int64 or a double),
+// in the order in which the Python side packs them; strides are in elements. Kernels trust their arguments: the Python
+// side has checked shapes, dtypes, strides and ranges.
+#pragma once
+
+#include <cstdint>
+
+namespace aok {
+
+// Element types, by the numbers that Python passes.
+enum DType : int64_t { kFloat32 = 0, kBFloat16 = 1 };
+
+// y[m, n] = sum_k x[m, k] w[n, k] (+ bias[n]) for g groups; weights packed by pack_weight.
+struct GemmArgs {
+    const void* x;
+    const void* weight;
+    const void* bias;  // weight's dtype; may be null
+    void* y;
+    int64_t groups, m, k, n;
+    int64_t x_group_stride, x_row_stride;
+    int64_t y_group_stride, y_row_stride;
+    int64_t weight_group_stride;  // in bytes
+    int64_t x_dtype, weight_dtype;  // y has x's dtype
+    int64_t threads;
+};
+
+// Packs rows [0, n) of w[n, k] (bf16 or fp32) into column panels.
+struct PackArgs {
+    const void* w;
+    void* packed;
+    int64_t n, k;
+    int64_t w_row_stride, w_col_stride;
+    int64_t dtype;
+    int64_t threads;
+};
+
+// The reverse for single rows: out[t, :] = w[ids[t], :], from a packed (packed = 1) or a plain weight.
+struct EmbeddingArgs {
+    const int64_t* ids;
+    const void* weight;
+    void* out;
+    int64_t tokens, k;
+    int64_t weight_row_stride, dtype, packed;
+    int64_t threads;
+};
+
+// out = x / rms(x) rounded, times weight; for outer x inner rows of width h. add_rms adds residual first.
+struct NormArgs {
+    const void* x;
+    const void* residual;  // null for the plain norm
+    const void* weight;
+    void* out;  // contiguous
+    void* sum;  // contiguous; null for the plain norm
+    int64_t outer, inner, h;
+    int64_t x_outer_stride, x_inner_stride;
+    int64_t residual_outer_stride;
+    int64_t dtype;
+    double eps;
+    int64_t threads;
+};
+
+struct RopeArgs {
+    const void* q;
+    const void* k;
+    void* q_out;  // contiguous
+    void* k_out;  // contiguous
+    const int64_t* positions;
+    const float* cos_sin;
+    int64_t tokens, q_heads, k_heads, d, rotary;
+    int64_t q_token_stride, q_head_stride, k_token_stride, k_head_stride;
+    int64_t cos_sin_row_stride;
+    int64_t interleaved, dtype;
+    int64_t threads;
+};
+
+struct SiluArgs {
+    const void* gate_up;
+    void* out;  // contiguous
+    int64_t tokens, f;
+    int64_t row_stride;
+    int64_t dtype;
+    int64_t threads;
+};
+
+// Keys and values k[t, h, :], v[t, h, :] into slot slots[t] of the paged cache, in the layout of kv_layout.h.
+struct CacheWriteArgs {
+    const void* k;
+    const void* v;
+    void* k_cache;  // the inside of a page is contiguous
+    void* v_cache;
+    const int64_t* slots;  // distinct; negative ones are skipped
+    int64_t tokens, kv_heads, d;
+    int64_t k_token_stride, k_head_stride, v_token_stride, v_head_stride;
+    int64_t k_page_stride, v_page_stride;
+    int64_t dtype;
+    int64_t threads;
+};
+
+// out[t, h, :] = attention of query t, head h over the cached keys that it sees; q, caches and out share the dtype.
+struct AttentionArgs {
+    const void* q;
+    const void* k_cache;
+    const void* v_cache;
+    const int32_t* query_starts;  // [sequences + 1]
+    const int32_t* context_lens;  // [sequences]
+    const int32_t* page_tables;   // [sequences, page_table_stride]
+    void* out;                    // contiguous [tokens, q_heads, d]
+    int64_t sequences, q_heads, kv_heads, d;
+    int64_t q_token_stride, q_head_stride;
+    int64_t k_page_stride, v_page_stride, page_table_stride;
+    double scale;
+    int64_t window;  // 0 sees all
+    int64_t dtype;
+    int64_t threads;
+};
+
+// sums[r, b] = sum of exp(z - row_max[r]) over block b of row r; z = logits / temperature, 0 counts as 1.
+struct BlockSumExpArgs {
+    const void* logits;
+    const float* row_max;
+    const float* temperature;
+    float* sums;  // contiguous
+    int64_t rows, vocabulary, row_stride;
+    int64_t block;
+    int64_t dtype;
+    int64_t threads;
+};
+
+// out[r, j] = log of the softmax of z at ids[r, j]; NaN for an id outside the vocabulary.
+struct LogprobsArgs {
+    const void* logits;
+    const int64_t* ids;
+    const float* temperature;
+    float* out;  // contiguous
+    int64_t rows, vocabulary, row_stride;
+    int64_t count, id_row_stride;  // ids in a row
+    int64_t block;                 // the width that sums are taken over before they are added left to right
+    int64_t negated;               // 1: -(log(sum) - x), 0: x - log(sum)
+    int64_t dtype;
+    int64_t threads;
+};
+
+struct SampleArgs {
+    const void* logits;
+    const float* temperature;
+    const int32_t* top_k;
+    const float* top_p;
+    const float* min_p;
+    const int64_t* seeds;
+    const int64_t* positions;
+    int64_t* out;
+    int64_t rows, vocabulary, row_stride;
+    int64_t dtype;
+    int64_t threads;
+};
+
+// Every kernel: its name and its argument block. Add a line here and a definition in a source file; the rest follows.
+#define AOK_KERNELS(KERNEL)                \
+    KERNEL(gemm, GemmArgs)                 \
+    KERNEL(pack, PackArgs)                 \
+    KERNEL(embedding, EmbeddingArgs)       \
+    KERNEL(rms_norm, NormArgs)             \
+    KERNEL(rope, RopeArgs)                 \
+    KERNEL(silu_and_mul, SiluArgs)         \
+    KERNEL(cache_write, CacheWriteArgs)    \
+    KERNEL(attention, AttentionArgs)       \
+    KERNEL(block_sumexp, BlockSumExpArgs)  \
+    KERNEL(logprobs, LogprobsArgs)         \
+    KERNEL(sample, SampleArgs)
+
+struct KernelTable {
+#define AOK_FIELD(name, Args) void (*name)(const Args*);
+    AOK_KERNELS(AOK_FIELD)
+#undef AOK_FIELD
+};
+
+}  // namespace aok
