@@ -22,7 +22,7 @@ import msgspec
 
 from tokenspeed import startup
 from tokenspeed.chat import ChatTemplate
-from tokenspeed.config_sources import load_config
+from tokenspeed.config_sources import config_from_arguments
 from tokenspeed.engine.engine import Engine, EngineStats
 from tokenspeed.engine.request import Request, SamplingParams
 from tokenspeed.engine.seeds import sample_seeds
@@ -66,10 +66,7 @@ class LLM:
         **options: Any,
     ) -> None:
         given = {"model": str(model), "numerics": numerics, "trainer": trainer, **options}
-        config = load_config(
-            {name: value for name, value in given.items() if value is not None},
-            spell=lambda name: f"LLM({name}=…)",
-        )
+        config = config_from_arguments(**{name: value for name, value in given.items() if value is not None})
         self._progress = progress
         prepared = startup.prepare(config)
         with start_progress(progress) as report:
