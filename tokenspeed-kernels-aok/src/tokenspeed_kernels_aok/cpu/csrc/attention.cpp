@@ -1,0 +1,396 @@
+// attention.paged: causal attention of ragged queries over the paged cache. The order of additions is that of
+// docs/design/bits.md; everything else here (tiles, units, threads, prefetches) only decides speed.
+#include "attention_plan.h"
+#include "attention_tile.h"
+#include "kernels.h"
+#include "math.h"
+#include "parallel.h"
+
+namespace aok::AOK_NS {
+namespace {
+
+float fma_one(float a, float b, float c) {
+    float lanes[kLanes];
+    store(lanes, fma(set1(a), set1(b), set1(c)));
+    return lanes[0];
+}
+
+// The largest lane; no lane is NaN.
+float fold_max(Vec a) {
+#if defined(AOK_ISA_avx512f) || defined(AOK_ISA_avx512_bf16)
+    return _mm512_reduce_max_ps(a);
+#else
+    float lanes[kLanes];
+    store(lanes, a);
+    float most = lanes[0];
+    for (float lane : lanes) most = lane > most ? lane : most;
+    return most;
+#endif
+}
+
+// Calls f(integer constant N) for N = n, 1 <= n <= MAX.
+template <int N>
+struct Constant {
+    static constexpr int value = N;
+};
+template <int MAX, class F>
+AOK_INLINE void with_constant(int64_t n, const F& f) {
+    if constexpr (MAX > 1) {
+        if (n < MAX) return with_constant<MAX - 1>(n, f);
+    }
+    f(Constant<MAX>{});
+}
+
+// The pages of one chunk of one sequence and head.
+template <class T>
+struct Chunk {
+    const uint32_t* keys[kChunkPages];
+    const T* values[kChunkPages];
+};
+
+// What one thread needs while it computes a unit of up to `max_rows` rows.
+template <class T>
+struct Workspace {
+    Workspace(int64_t max_rows, int64_t d, int64_t padded_d)
+        : query(round_up(max_rows, kBlockRows) * QueryWords<T>::words(d)), scores(kBlockRows * kScoreStride),
+          chunk_output(kScoreRows * padded_d), output(max_rows * padded_d), maximum(max_rows), sum(max_rows),
+          started(max_rows) {}
+
+    Array<uint32_t> query;      // [blocks][words][kBlockRows]
+    Array<float> scores;        // [kBlockRows][kScoreStride], then exp2 of the scaled differences
+    Array<float> chunk_output;  // [kScoreRows][padded_d]
+    Array<float> output;        // [rows][padded_d]
+    Array<float> maximum, sum;  // [rows]
+    Array<bool> started;        // [rows]: some chunk was folded in
+};
+
+// Rows of a block that see a chunk: keys [begin, end) of it.
+struct BlockSpans {
+    int64_t begin[kBlockRows], end[kBlockRows];
+};
+
+template <class T>
+class Attention {
+public:
+    explicit Attention(const AttentionArgs& args)
+        : a_(args), plan_(args), group_size_(args.q_heads / args.kv_heads), padded_d_(round_up(args.d, kColumnBlock)),
+          scale_(static_cast<float>(args.scale * 1.4426950408889634)), partial_(plan_.partial_size()) {}
+
+    void run() {
+        parallel_tasks(plan_.units(), a_.threads, [&](const auto& take) {
+            Workspace<T> w(plan_.max_rows(), a_.d, padded_d_);
+            for (int64_t i = take(), next; i < plan_.units(); i = next) {
+                next = take();
+                const Unit& unit = plan_.unit(i);
+                compute(w, unit, next < plan_.units() ? plan_.unit(next) : unit);
+            }
+        });
+        if (plan_.partial_size() == 0) return;
+        parallel_tasks(plan_.groups(), a_.threads, [&](const auto& take) {
+            Workspace<T> w(plan_.max_rows(), a_.d, padded_d_);
+            for (int64_t i = take(); i < plan_.groups(); i = take()) {
+                if (plan_.group(i).partial >= 0) fold_partials(w, plan_.group(i));
+            }
+        });
+    }
+
+private:
+    int64_t partial_stride(const Group& g) const { return round_up(partial_floats(g.rows, padded_d_), kLanes); }
+    int64_t query_of(const Group& g, int64_t row) const { return (g.first_row + row) / group_size_; }
+    int64_t head_of(const Group& g, int64_t row) const {
+        return g.kv_head * group_size_ + (g.first_row + row) % group_size_;
+    }
+
+    void locate(const Group& g, int64_t chunk, Chunk<T>& out) const {
+        const int64_t first = chunk * kChunkPages;
+        const int64_t pages = smaller(ceil_div(a_.context_lens[g.sequence], kPageSlots) - first, kChunkPages);
+        const int32_t* table = a_.page_tables + g.sequence * a_.page_table_stride + first;
+        const int64_t head = g.kv_head * kPageSlots * a_.d;
+        for (int64_t p = 0; p < kChunkPages; ++p) {
+            const int64_t page = table[smaller(p, pages - 1)];
+            out.keys[p] = reinterpret_cast<const uint32_t*>(static_cast<const T*>(a_.k_cache) + page * a_.k_page_stride + head);
+            out.values[p] = static_cast<const T*>(a_.v_cache) + page * a_.v_page_stride + head;
+        }
+    }
+
+    void load_queries(const Group& g, uint32_t* query) const {
+        const int64_t words = QueryWords<T>::words(a_.d);
+        for (int64_t row = 0; row < g.rows; ++row) {
+            const T* q = static_cast<const T*>(a_.q) + head_of(g, row) * a_.q_head_stride +
+                         (a_.query_starts[g.sequence] + query_of(g, row)) * a_.q_token_stride;
+            uint32_t* to = query + row / kBlockRows * words * kBlockRows + row % kBlockRows;
+            for (int64_t j = 0; j < words; ++j) to[j * kBlockRows] = QueryWords<T>::word(q, j);
+        }
+    }
+
+    void compute(Workspace<T>& w, const Unit& unit, const Unit& next_unit) {
+        const Group& g = plan_.group(unit.group);
+        load_queries(g, w.query.data());
+        std::memset(w.started.data(), 0, static_cast<size_t>(g.rows));
+        Chunk<T> now, ahead;
+        locate(g, unit.first_chunk, ahead);
+        for (int64_t i = 0; i < unit.chunks; ++i) {
+            now = ahead;
+            const bool last = i + 1 == unit.chunks;
+            locate(last ? plan_.group(next_unit.group) : g, last ? next_unit.first_chunk : unit.first_chunk + i + 1, ahead);
+            const int64_t chunk = unit.first_chunk + i;
+            float* partial = g.partial < 0 ? nullptr
+                                           : partial_.data() + g.partial + (chunk - g.first_chunk) * partial_stride(g);
+            for (int64_t row = 0; row < g.rows; row += kBlockRows) {
+                compute_block(w, g, row, smaller(kBlockRows, g.rows - row), chunk, now, ahead, partial);
+            }
+        }
+        if (g.partial < 0) write_output(w, g);
+    }
+
+    // One chunk for the rows [first, first + count) of a group, those that see some of it.
+    void compute_block(Workspace<T>& w, const Group& g, int64_t first, int64_t count, int64_t chunk, const Chunk<T>& now,
+                       const Chunk<T>& ahead, float* partial) {
+        BlockSpans spans;
+        int64_t seen_first = count, seen_end = 0, page_begin = kChunkPages, page_end = 0;
+        for (int64_t r = 0; r < count; ++r) {
+            const Span keys = visible_keys(a_, g.sequence, query_of(g, first + r));
+            spans.begin[r] = larger(keys.begin - chunk * kChunkKeys, 0);
+            spans.end[r] = smaller(keys.end - chunk * kChunkKeys, kChunkKeys);
+            if (spans.begin[r] >= spans.end[r]) continue;
+            seen_first = smaller(seen_first, r);
+            seen_end = r + 1;
+            page_begin = smaller(page_begin, spans.begin[r] / kPageSlots);
+            page_end = larger(page_end, ceil_div(spans.end[r], kPageSlots));
+        }
+        // A row that sees nothing between rows that do cannot be: spans move forward with the query.
+        alignas(64) float maximum[kBlockRows + kLanes], sum[kBlockRows + kLanes];
+        alignas(64) float old_factor[kBlockRows + kLanes], new_factor[kBlockRows + kLanes];
+        const uint32_t* q = w.query.data() + first * QueryWords<T>::words(a_.d);
+        score_block(q, seen_first, seen_end, page_begin, page_end, now, g.rows <= kScoreRows ? &ahead : nullptr,
+                    w.scores.data());
+        for (int64_t r = seen_first; r < seen_end; ++r) {
+            soften(w.scores.data() + r * kScoreStride, spans.begin[r], spans.end[r], maximum[r], sum[r]);
+        }
+        if (partial == nullptr) {
+            fold_sums(w, first, seen_first, seen_end, maximum, sum, old_factor, new_factor);
+        } else {
+            store_sums(partial, g.rows, first, count, seen_first, seen_end, maximum, sum);
+        }
+        for (int64_t tile = seen_first; tile < seen_end;) {
+            const int64_t rows = tile_rows(seen_end - tile, kScoreRows);
+            float* out = partial == nullptr ? w.chunk_output.data()
+                                            : partial + 2 * round_up(g.rows, kLanes) + (first + tile) * padded_d_;
+            std::memset(out, 0, static_cast<size_t>(rows * padded_d_) * sizeof(float));
+            weigh_tile(now, g.rows <= kScoreRows ? &ahead : nullptr, w.scores.data(), spans, tile, rows, out);
+            for (int64_t r = tile; partial == nullptr && r < tile + rows; ++r) {
+                fold_output(w, first + r, out + (r - tile) * padded_d_, old_factor[r], new_factor[r]);
+            }
+            tile += rows;
+        }
+        for (int64_t r = seen_first; r < seen_end; ++r) w.started[first + r] = true;
+    }
+
+    // Rows of the next tile when `left` remain: even tiles rather than a thin last one.
+    static int64_t tile_rows(int64_t left, int64_t most) { return ceil_div(left, ceil_div(left, most)); }
+
+    void score_block(const uint32_t* q, int64_t row_begin, int64_t row_end, int64_t page_begin, int64_t page_end,
+                     const Chunk<T>& now, const Chunk<T>* ahead, float* s) const {
+        for (int64_t page = page_begin; page < page_end;) {
+            const bool wide = page_end - page >= kScorePages;
+            for (int64_t row = row_begin; row < row_end;) {
+                const int64_t rows = tile_rows(row_end - row, kScoreRows);
+                with_constant<kScoreRows>(rows, [&](auto n) {
+                    const uint32_t* const* keys = now.keys + page;
+                    float* to = s + row * kScoreStride + page * kPageSlots;
+                    if (ahead != nullptr) {
+                        const uint32_t* const* more = ahead->keys + page;
+                        wide ? score_pages<T, n.value, kScorePages, true>(keys, more, q + row, a_.d, scale_, to)
+                             : score_pages<T, n.value, 1, true>(keys, more, q + row, a_.d, scale_, to);
+                    } else {
+                        wide ? score_pages<T, n.value, kScorePages, false>(keys, nullptr, q + row, a_.d, scale_, to)
+                             : score_pages<T, n.value, 1, false>(keys, nullptr, q + row, a_.d, scale_, to);
+                    }
+                });
+                row += rows;
+            }
+            page += wide ? kScorePages : 1;
+        }
+    }
+
+    // Scores of the keys [begin, end) of a chunk to p = exp2(score - maximum), +0 for the other keys of the vectors that
+    // they touch, and the sum of p. A NaN score leaves the maximum alone and makes the sum NaN.
+    static void soften(float* s, int64_t begin, int64_t end, float& maximum, float& sum) {
+        const int64_t first = begin / kLanes * kLanes, last = (end - 1) / kLanes * kLanes;
+        mask_outside(s + first, begin - first, smaller(end - first, kLanes));
+        if (last != first) mask_outside(s + last, 0, end - last);
+        Vec most = set1(-kInfinity);
+        for (int64_t i = first; i < end; i += kLanes) most = max(load(s + i), most);
+        maximum = fold_max(most);
+        const Vec base = set1(maximum == -kInfinity ? 0.0f : maximum);
+        Vec lanes = zero();
+        for (int64_t i = first; i < end; i += kLanes) {
+            const Vec p = exp2_nonpositive(sub(load(s + i), base));
+            store(s + i, p);
+            lanes = add(lanes, p);
+        }
+        sum = fold(lanes);
+    }
+
+    static void mask_outside(float* s, int64_t begin, int64_t end) {
+        const Vec inside = select(first_lanes(end), load(s), set1(-kInfinity));
+        store(s, select(first_lanes(begin), set1(-kInfinity), inside));
+    }
+
+    // (m, l) <- (m, l) + (chunk's m, l), and the factors by which the outputs follow.
+    void fold_sums(Workspace<T>& w, int64_t first, int64_t begin, int64_t end, const float* maximum, const float* sum,
+                   float* old_factor, float* new_factor) const {
+        for (int64_t r = begin; r < end; ++r) {
+            float& m = w.maximum[first + r];
+            float& l = w.sum[first + r];
+            if (!w.started[first + r]) {
+                m = maximum[r];
+                l = sum[r];
+                old_factor[r] = new_factor[r] = 0.0f;
+                continue;
+            }
+            const float most = m > maximum[r] ? m : maximum[r];
+            const float base = most == -kInfinity ? 0.0f : most;
+            old_factor[r] = m - base;
+            new_factor[r] = maximum[r] - base;
+            m = most;
+        }
+        for (int64_t r = begin; r < end; r += kLanes) {
+            const int64_t n = smaller(end - r, kLanes);
+            store(old_factor + r, exp2_nonpositive(load(old_factor + r, n)), n);
+            store(new_factor + r, exp2_nonpositive(load(new_factor + r, n)), n);
+        }
+        for (int64_t r = begin; r < end; ++r) {
+            float& l = w.sum[first + r];
+            if (w.started[first + r]) l = fma_one(sum[r], new_factor[r], l * old_factor[r]);
+        }
+    }
+
+    static void store_sums(float* partial, int64_t rows, int64_t first, int64_t count, int64_t begin, int64_t end,
+                           const float* maximum, const float* sum) {
+        float* to_maximum = partial + first;
+        float* to_sum = partial + round_up(rows, kLanes) + first;
+        for (int64_t r = 0; r < count; ++r) {
+            const bool seen = r >= begin && r < end;
+            to_maximum[r] = seen ? maximum[r] : 0.0f;
+            to_sum[r] = seen ? sum[r] : -1.0f;  // a sum is never negative: this row does not see this chunk
+        }
+    }
+
+    void fold_output(Workspace<T>& w, int64_t row, const float* chunk_output, float old_factor, float new_factor) const {
+        float* o = w.output.data() + row * padded_d_;
+        if (!w.started[row]) {
+            std::memcpy(o, chunk_output, static_cast<size_t>(padded_d_) * sizeof(float));
+            return;
+        }
+        const Vec keep = set1(old_factor), join = set1(new_factor);
+        for (int64_t c = 0; c < padded_d_; c += kLanes) {
+            store(o + c, fma(load(chunk_output + c), join, mul(load(o + c), keep)));
+        }
+    }
+
+    // P V of one chunk for a tile of rows. The keys that all rows see go together; the others row by row, so that a
+    // key which a row does not see touches nothing of it, not even as 0 * infinity.
+    void weigh_tile(const Chunk<T>& now, const Chunk<T>* ahead, const float* p, const BlockSpans& spans, int64_t row,
+                    int64_t rows, float* out) const {
+        int64_t begin = spans.begin[row], end = spans.end[row];
+        for (int64_t r = row + 1; r < row + rows; ++r) {
+            begin = larger(begin, spans.begin[r]);
+            end = smaller(end, spans.end[r]);
+        }
+        end = larger(begin, end);
+        for (int64_t r = 0; r < rows; ++r) {
+            weigh_rows(now, nullptr, p + (row + r) * kScoreStride, 1, spans.begin[row + r],
+                       smaller(begin, spans.end[row + r]), out + r * padded_d_);
+        }
+        for (int64_t r = 0; r < rows;) {
+            const int64_t n = tile_rows(rows - r, kValueRows);
+            weigh_rows(now, r == 0 ? ahead : nullptr, p + (row + r) * kScoreStride, n, begin, end, out + r * padded_d_);
+            r += n;
+        }
+        for (int64_t r = 0; r < rows; ++r) {
+            weigh_rows(now, nullptr, p + (row + r) * kScoreStride, 1, larger(end, spans.begin[row + r]),
+                       spans.end[row + r], out + r * padded_d_);
+        }
+    }
+
+    void weigh_rows(const Chunk<T>& now, const Chunk<T>* ahead, const float* p, int64_t rows, int64_t begin, int64_t end,
+                    float* out) const {
+        if (begin >= end) return;
+        with_constant<kValueRows>(rows, [&](auto n) {
+            constexpr int kRows = n.value;
+            constexpr int kMost = kValueRegisters / (2 * kRows);
+            int64_t column = 0;
+            const auto walk = [&](auto blocks) {
+                while (a_.d - column >= blocks.value * kColumnBlock) {
+                    weigh<kRows, blocks.value, true>(now, ahead, column, kLanes, p, begin, end, out);
+                    column += blocks.value * kColumnBlock;
+                }
+            };
+            if constexpr (kMost >= 4) walk(Constant<4>{});
+            if constexpr (kMost >= 2) walk(Constant<2>{});
+            walk(Constant<1>{});
+            if (column < a_.d) weigh<kRows, 1, false>(now, nullptr, column, (a_.d - column) / 2, p, begin, end, out);
+        });
+    }
+
+    template <int ROWS, int BLOCKS, bool WHOLE>
+    void weigh(const Chunk<T>& now, const Chunk<T>* ahead, int64_t column, int64_t half, const float* p, int64_t begin,
+               int64_t end, float* out) const {
+        if (ahead != nullptr) {
+            weigh_values<T, ROWS, BLOCKS, WHOLE, true>(now.values, ahead->values, column, a_.d, half, p, begin, end,
+                                                       out + column, padded_d_);
+        } else {
+            weigh_values<T, ROWS, BLOCKS, WHOLE, false>(now.values, nullptr, column, a_.d, half, p, begin, end,
+                                                        out + column, padded_d_);
+        }
+    }
+
+    // The chunks of a group that several units computed, in ascending order.
+    void fold_partials(Workspace<T>& w, const Group& g) {
+        std::memset(w.started.data(), 0, static_cast<size_t>(g.rows));
+        float old_factor[kBlockRows + kLanes], new_factor[kBlockRows + kLanes];
+        for (int64_t chunk = 0; chunk < g.chunks; ++chunk) {
+            const float* partial = partial_.data() + g.partial + chunk * partial_stride(g);
+            const float* maximum = partial;
+            const float* sum = partial + round_up(g.rows, kLanes);
+            const float* output = partial + 2 * round_up(g.rows, kLanes);
+            for (int64_t row = 0; row < g.rows; ++row) {
+                if (sum[row] < 0.0f) continue;
+                fold_sums(w, row, 0, 1, maximum + row, sum + row, old_factor, new_factor);
+                fold_output(w, row, output + row * padded_d_, old_factor[0], new_factor[0]);
+                w.started[row] = true;
+            }
+        }
+        write_output(w, g);
+    }
+
+    void write_output(const Workspace<T>& w, const Group& g) const {
+        for (int64_t row = 0; row < g.rows; ++row) {
+            T* to = static_cast<T*>(a_.out) + ((a_.query_starts[g.sequence] + query_of(g, row)) * a_.q_heads +
+                                               head_of(g, row)) * a_.d;
+            const Vec l = set1(w.sum[row]);
+            const float* o = w.output.data() + row * padded_d_;
+            for (int64_t column = 0; column < a_.d; column += kColumnBlock) {
+                const int64_t half = smaller(a_.d - column, kColumnBlock) / 2;
+                store_rounded(to + column, div(load(o + column), l), half);
+                store_rounded(to + column + half, div(load(o + column + kLanes), l), half);
+            }
+        }
+    }
+
+    const AttentionArgs& a_;
+    const AttentionPlan plan_;
+    const int64_t group_size_;
+    const int64_t padded_d_;
+    const float scale_;
+    const Array<float> partial_;
+};
+
+}  // namespace
+
+void attention(const AttentionArgs* args) {
+    args->dtype == kBFloat16 ? Attention<uint16_t>(*args).run() : Attention<float>(*args).run();
+}
+
+}  // namespace aok::AOK_NS

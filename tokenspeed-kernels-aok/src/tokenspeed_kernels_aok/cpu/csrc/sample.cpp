@@ -1,0 +1,117 @@
+// sampling.sample: argmax, or Gumbel-max over the tokens that top-k, top-p and min-p keep.
+#include "kernels.h"
+#include "parallel.h"
+#include "philox.h"
+#include "select.h"
+#include "vocabulary.h"
+
+namespace aok::AOK_NS {
+namespace {
+
+constexpr int64_t kRowGrain = 1 << 15;  // vocabulary entries that take about ten microseconds
+
+// Tokens that take part in the draw.
+struct Kept {
+    Bound bound;
+    float log_min_p;
+
+    // Of the n tokens id .. id + n - 1 with these z.
+    AOK_MEMBER Mask of(Vec z, float most, int64_t id, int64_t n) const {
+        const Mask above = lt(set1(bound.value), z);
+        const int64_t ties = bound.last_tie - id >= kLanes ? kLanes : (bound.last_tie < id ? 0 : bound.last_tie - id + 1);
+        const Mask tie = mask_and(eq(z, set1(bound.value)), first_lanes(ties));
+        const Mask likely = le(set1(log_min_p), sub(z, set1(most)));
+        return mask_and(mask_and(mask_or(above, tie), likely), first_lanes(n));
+    }
+};
+
+struct Best {
+    float score;
+    int64_t id;
+
+    void offer(float other, int64_t other_id) {
+        if (other > score || (other == score && other_id < id)) {
+            score = other;
+            id = other_id;
+        }
+    }
+};
+
+// The kept token with the largest z + noise, ties to the lowest id. `top` is the token with the largest z, which is kept.
+template <class Load>
+int64_t draw(const Load& load, int64_t v, float most, int64_t top, const Kept& kept, const NoiseStream& stream) {
+    Vec noise[4];
+    stream.gumbel(top / kNoiseTokens * kNoiseTokens, noise);
+    float first[kNoiseTokens];
+    for (int k = 0; k < 4; ++k) store(first + k * kLanes, noise[k]);
+    Best best{most + first[top % kNoiseTokens], top};
+    for (int64_t start = 0; start < v; start += kNoiseTokens) {
+        Vec z[4];
+        Mask in[4];
+        bool none = true;
+        const Vec floor = set1(best.score);
+        for (int k = 0; k < 4; ++k) {
+            const int64_t id = start + k * kLanes;
+            const int64_t n = v - id < 0 ? 0 : (v - id < kLanes ? v - id : kLanes);
+            z[k] = n == kLanes ? load(id) : load(n == 0 ? 0 : id, n);
+            // Rounding is monotonic: a token that not even the largest noise lifts to the best so far cannot win.
+            in[k] = mask_and(kept.of(z[k], most, id, n), le(floor, add(z[k], set1(kMostNoise))));
+            none = none && !any(in[k]);
+        }
+        if (none) continue;
+        stream.gumbel(start, noise);
+        for (int k = 0; k < 4; ++k) {
+            const Vec score = add(z[k], noise[k]);
+            uint32_t hits = mask_bits(mask_and(in[k], le(set1(best.score), score)));
+            if (hits == 0) continue;
+            float scores[kLanes];
+            store(scores, score);
+            for (; hits != 0; hits &= hits - 1) {
+                const int lane = __builtin_ctz(hits);
+                best.offer(scores[lane], start + k * kLanes + lane);
+            }
+        }
+    }
+    return best.id;
+}
+
+float log_one(float x) {
+    float lanes[kLanes];
+    store(lanes, log(set1(x)));
+    return lanes[0];
+}
+
+template <class T>
+int64_t sample_row(const SampleArgs& a, int64_t i, Selector<T>& selector) {
+    const int64_t v = a.vocabulary;
+    const T* logits = static_cast<const T*>(a.logits) + i * a.row_stride;
+    const Maximum largest = row_maximum(logits, v);
+    const ScaledRow<T> row(logits, a.temperature[i]);
+    const float most = row.at(largest.index) + 0.0f;  // +0 rather than -0
+    if (!(largest.value - largest.value == 0.0f && most - most == 0.0f)) return -1;  // NaN, or not finite
+    if (a.temperature[i] == 0.0f) return largest.index;
+    return row.visit([&](const auto& load) {
+        // Division may have made another token as good.
+        const int64_t top = first_equal(load, 0, v, most);
+        if (a.top_k[i] == 1) return top;
+        const bool filtered = (a.top_k[i] > 0 && a.top_k[i] < v) || a.top_p[i] < 1.0f;
+        const Kept kept{filtered ? selector.find(row, v, most, a.top_k[i], a.top_p[i]) : kNoBound, log_one(a.min_p[i])};
+        return draw(load, v, most, top, kept, NoiseStream(a.seeds[i], a.positions[i]));
+    });
+}
+
+template <class T>
+void sample_rows(const SampleArgs& a) {
+    parallel_tasks(a.rows, threads_for(a.rows * a.vocabulary, kRowGrain, a.threads), [&](const auto& take) {
+        Selector<T> selector;
+        for (int64_t i = take(); i < a.rows; i = take()) a.out[i] = a.vocabulary > 0 ? sample_row(a, i, selector) : -1;
+    });
+}
+
+}  // namespace
+
+void sample(const SampleArgs* args) {
+    args->dtype == kBFloat16 ? sample_rows<uint16_t>(*args) : sample_rows<float>(*args);
+}
+
+}  // namespace aok::AOK_NS
