@@ -36,13 +36,14 @@ struct PackArgs {
     int64_t threads;
 };
 
-// The reverse for single rows: out[t, :] = w[ids[t], :], from a packed (packed = 1) or a plain weight.
+// out[t, :] = w[ids[t], :] from a plain or a packed weight of `rows` rows; NaN for an id outside them.
 struct EmbeddingArgs {
     const int64_t* ids;
     const void* weight;
-    void* out;
-    int64_t tokens, k;
-    int64_t weight_row_stride, dtype, packed;
+    void* out;  // contiguous
+    int64_t tokens, k, rows;
+    int64_t weight_row_stride;
+    int64_t kind;  // 2 * dtype + (1 when packed)
     int64_t threads;
 };
 
@@ -70,7 +71,7 @@ struct RopeArgs {
     const float* cos_sin;
     int64_t tokens, q_heads, k_heads, d, rotary;
     int64_t q_token_stride, q_head_stride, k_token_stride, k_head_stride;
-    int64_t cos_sin_row_stride;
+    int64_t cos_sin_row_stride, cos_sin_rows;  // a position outside the rows gives NaN
     int64_t interleaved, dtype;
     int64_t threads;
 };
@@ -91,7 +92,8 @@ struct CacheWriteArgs {
     void* k_cache;  // the inside of a page is contiguous
     void* v_cache;
     const int64_t* slots;  // distinct; negative ones are skipped
-    int64_t tokens, kv_heads, d;
+    int64_t* invalid;      // set to 1 when a slot is beyond the cache
+    int64_t tokens, kv_heads, d, pages;
     int64_t k_token_stride, k_head_stride, v_token_stride, v_head_stride;
     int64_t k_page_stride, v_page_stride;
     int64_t dtype;
@@ -107,9 +109,10 @@ struct AttentionArgs {
     const int32_t* context_lens;  // [sequences]
     const int32_t* page_tables;   // [sequences, page_table_stride]
     void* out;                    // contiguous [tokens, q_heads, d]
-    int64_t sequences, q_heads, kv_heads, d;
+    int64_t* invalid;             // set to 1 when lengths or pages do not fit; the output then means nothing
+    int64_t tokens, sequences, q_heads, kv_heads, d, pages;
     int64_t q_token_stride, q_head_stride;
-    int64_t k_page_stride, v_page_stride, page_table_stride;
+    int64_t k_page_stride, v_page_stride, page_table_stride, page_table_width;
     double scale;
     int64_t window;  // 0 sees all
     int64_t dtype;

@@ -8,6 +8,14 @@
 namespace aok::AOK_NS {
 namespace {
 
+AOK_INLINE uint16_t quiet_nan(uint16_t) { return kCanonicalNaN16; }
+AOK_INLINE float quiet_nan(float) { return bits_float(kCanonicalNaN); }
+
+template <class T>
+AOK_INLINE void fill_nan(T* out, int64_t n) {
+    for (int64_t i = 0; i < n; ++i) out[i] = quiet_nan(T{});
+}
+
 // Sum of squares in 64 virtual lanes (index mod 64), folded by halves.
 template <class T>
 AOK_INLINE float sum_of_squares(const T* x, int64_t h) {
@@ -132,7 +140,13 @@ template <class T>
 void rope_tokens(const RopeArgs& a) {
     const int64_t heads = a.q_heads + a.k_heads;
     parallel_for(a.tokens, threads_for(a.tokens * heads * a.d, 1 << 14, a.threads), [&](int64_t t) {
-        const float* cosine = a.cos_sin + a.positions[t] * a.cos_sin_row_stride;
+        const int64_t position = a.positions[t];
+        if (position < 0 || position >= a.cos_sin_rows) {
+            fill_nan(static_cast<T*>(a.q_out) + t * a.q_heads * a.d, a.q_heads * a.d);
+            fill_nan(static_cast<T*>(a.k_out) + t * a.k_heads * a.d, a.k_heads * a.d);
+            return;
+        }
+        const float* cosine = a.cos_sin + position * a.cos_sin_row_stride;
         const float* sine = cosine + a.rotary / 2;
         for (int64_t h = 0; h < heads; ++h) {
             const bool query = h < a.q_heads;
@@ -179,12 +193,15 @@ void silu_rows(const SiluArgs& a) {
 
 template <class T>
 void embedding_rows(const EmbeddingArgs& a) {
-    T* out = static_cast<T*>(a.out);
     parallel_for(a.tokens, threads_for(a.tokens * a.k, 1 << 15, a.threads), [&](int64_t t) {
-        if (a.packed) {
-            unpack_row(a.weight, out + t * a.k, a.ids[t], a.k);
+        T* out = static_cast<T*>(a.out) + t * a.k;
+        const int64_t id = a.ids[t];
+        if (id < 0 || id >= a.rows) {
+            fill_nan(out, a.k);
+        } else if (a.kind % 2) {
+            unpack_row(a.weight, out, id, a.k);
         } else {
-            std::memcpy(out + t * a.k, static_cast<const T*>(a.weight) + a.ids[t] * a.weight_row_stride,
+            std::memcpy(out, static_cast<const T*>(a.weight) + id * a.weight_row_stride,
                         static_cast<size_t>(a.k) * sizeof(T));
         }
     });
@@ -205,7 +222,7 @@ void rope(const RopeArgs* a) { a->dtype == kBFloat16 ? rope_tokens<uint16_t>(*a)
 void silu_and_mul(const SiluArgs* a) { a->dtype == kBFloat16 ? silu_rows<uint16_t>(*a) : silu_rows<float>(*a); }
 
 void embedding(const EmbeddingArgs* a) {
-    a->dtype == kBFloat16 ? embedding_rows<uint16_t>(*a) : embedding_rows<float>(*a);
+    a->kind / 2 == kBFloat16 ? embedding_rows<uint16_t>(*a) : embedding_rows<float>(*a);
 }
 
 }  // namespace aok::AOK_NS
