@@ -8,6 +8,7 @@ Legend for shapes:
     T tokens in the batch (flat, ragged)   B sequences   R rows of logits   V vocabulary   H hidden size
     K, N       inner and outer size of a projection        F feed-forward size
     Hq, Hkv    query and key/value heads    D head size    P pages in the cache    S = 16 slots in a page
+    G          groups of a batched projection (heads, as a rule)
     W          width of the page table (pages of the longest sequence)
 
 Common rules. Inputs have unit stride in their last axis; the other strides are free. An output is freshly allocated
@@ -96,6 +97,19 @@ OPERATORS: dict[str, Operator] = {
             facts=("k", "n"),
         ),
         Operator(
+            "gemm.batched",
+            "For each of G groups, its columns of x times the transpose of its weight; like gemm.linear in arithmetic.",
+            "batched(x, weight) -> out",
+            (
+                _arg("x", "T,G,K", "$x", "activations; token and group strides are free"),
+                _arg("weight", "G,N,K", "$weight", "one weight for each group"),
+            ),
+            (_arg("out", "T,G,N", "$x", "projections, contiguous"),),
+            f"{_REFERENCE}.gemm:batched",
+            weights=("weight",),
+            facts=("groups", "k", "n"),
+        ),
+        Operator(
             "norm.rms",
             "Root-mean-square norm over the last axis, statistics in fp32.",
             "rms_norm(x, weight, eps) -> out",
@@ -130,7 +144,9 @@ OPERATORS: dict[str, Operator] = {
                 _arg("q", "T,Hq,D", "$x", "queries"),
                 _arg("k", "T,Hkv,D", "$x", "keys"),
                 _arg("positions", "T", "int64", "absolute positions"),
-                _arg("cos_sin", "positions,R", "float32", "R/2 cosines then R/2 sines for each position; R <= D rotated"),
+                _arg(
+                    "cos_sin", "positions,R", "float32", "R/2 cosines then R/2 sines for each position; R <= D rotated"
+                ),
                 _arg("interleaved", "", "bool", "pairs (2i, 2i+1) instead of (i, i + R/2)"),
             ),
             (_arg("q_out", "T,Hq,D", "$x", "rotated queries"), _arg("k_out", "T,Hkv,D", "$x", "rotated keys")),
@@ -165,11 +181,17 @@ OPERATORS: dict[str, Operator] = {
             "Causal attention of ragged queries over the paged cache; prefill chunks and decode rows in one call.",
             "attention(q, k_cache, v_cache, query_starts, context_lens, page_tables, scale, window=0) -> out",
             (
-                _arg("q", "T,Hq,D", "$x", "queries, rotated; query i of sequence b stands at context_lens[b] - n_b + i"),
+                _arg(
+                    "q", "T,Hq,D", "$x", "queries, rotated; query i of sequence b stands at context_lens[b] - n_b + i"
+                ),
                 *_KV,
                 _arg("query_starts", "B+1", "int32", "first row of each sequence in q, then T"),
-                _arg("context_lens", "B", "int32", "tokens of each sequence in the cache, this call's queries included"),
-                _arg("page_tables", "B,W", "int32", "page of each 16 positions; entries past the context are unspecified"),
+                _arg(
+                    "context_lens", "B", "int32", "tokens of each sequence in the cache, this call's queries included"
+                ),
+                _arg(
+                    "page_tables", "B,W", "int32", "page of each 16 positions; entries past the context are unspecified"
+                ),
                 _arg("scale", "", "float", "multiplies q.k"),
                 _arg("window", "", "int", "keys seen by a query, itself included; 0 sees all"),
             ),
