@@ -42,6 +42,8 @@ def _spec(
 
 _MATRIX = tuple({"x": x, "weight": weight} for x, weight in itertools.product(_FLOATS, _FLOATS))
 
+_KV_LAYOUT: Mapping[str, Iterable[TraitValue]] = {"kv_layout": {"aok_pairs"}}
+
 SPECS: tuple[KernelSpec, ...] = (
     _spec("embedding.lookup", "embedding:embedding", _each("weight")),
     _spec("gemm.linear", "gemm:linear", _MATRIX, prepare="gemm:prepare_linear"),
@@ -50,4 +52,14 @@ SPECS: tuple[KernelSpec, ...] = (
     _spec("norm.add_rms", "rows:add_rms_norm", _each("x", "weight")),
     _spec("rope.apply", "rows:rope", _each("x")),
     _spec("activation.silu_and_mul", "rows:silu_and_mul", _each("x")),
+    _spec("cache.write", "attention:cache_write", _each("x", "kv"), traits=_KV_LAYOUT),
+    _spec("attention.paged", "attention:attention", _each("x", "kv"), traits=_KV_LAYOUT),
+    _spec(
+        "sampling.block_sumexp",
+        "sampling:block_sumexp",
+        _each("logits"),
+        traits={"block_order": {"aok_tree"}},
+    ),
+    _spec("sampling.logprobs", "sampling:logprobs", _each("logits"), traits={"block_order": {"aok_tree"}}),
+    _spec("sampling.sample", "sampling:sample", _each("logits")),
 )

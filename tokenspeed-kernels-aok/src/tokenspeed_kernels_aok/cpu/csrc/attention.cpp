@@ -107,7 +107,11 @@ private:
         const int32_t* table = a_.page_tables + g.sequence * a_.page_table_stride + first;
         const int64_t head = g.kv_head * kPageSlots * a_.d;
         for (int64_t p = 0; p < kChunkPages; ++p) {
-            const int64_t page = table[smaller(p, pages - 1)];
+            int64_t page = table[smaller(p, pages - 1)];
+            if (page < 0 || page >= a_.pages) {
+                __atomic_store_n(a_.invalid, 1, __ATOMIC_RELAXED);
+                page = 0;
+            }
             out.keys[p] = reinterpret_cast<const uint32_t*>(static_cast<const T*>(a_.k_cache) + page * a_.k_page_stride + head);
             out.values[p] = static_cast<const T*>(a_.v_cache) + page * a_.v_page_stride + head;
         }
@@ -387,9 +391,33 @@ private:
     const Array<float> partial_;
 };
 
+// Every sequence has its queries inside its context, and its context inside its page table.
+bool lengths_fit(const AttentionArgs& a) {
+    int64_t end = 0;
+    for (int64_t b = 0; b < a.sequences; ++b) {
+        const int64_t queries = a.query_starts[b + 1] - a.query_starts[b];
+        if (a.query_starts[b] != end || queries < 0 || a.context_lens[b] < queries) return false;
+        if (queries > 0 && ceil_div(a.context_lens[b], kPageSlots) > a.page_table_width) return false;
+        end += queries;
+    }
+    return end <= a.tokens;
+}
+
+// Rows of the output that belong to no sequence.
+void clear_padding(const AttentionArgs& a) {
+    const int64_t used = a.sequences > 0 ? a.query_starts[a.sequences] : 0;
+    const int64_t row = a.q_heads * a.d * (a.dtype == kBFloat16 ? 2 : 4);
+    std::memset(static_cast<char*>(a.out) + used * row, 0, static_cast<size_t>((a.tokens - used) * row));
+}
+
 }  // namespace
 
 void attention(const AttentionArgs* args) {
+    if (!lengths_fit(*args)) {
+        *args->invalid = 1;
+        return;
+    }
+    clear_padding(*args);
     args->dtype == kBFloat16 ? Attention<uint16_t>(*args).run() : Attention<float>(*args).run();
 }
 

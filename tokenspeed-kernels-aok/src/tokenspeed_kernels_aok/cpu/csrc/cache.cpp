@@ -34,6 +34,10 @@ void write(const CacheWriteArgs& a) {
         const int64_t slot = a.slots[t];
         if (slot < 0) return;
         const int64_t page = slot / kPageSlots, offset = slot % kPageSlots;
+        if (page >= a.pages) {
+            __atomic_store_n(a.invalid, 1, __ATOMIC_RELAXED);
+            return;
+        }
         T* k_page = static_cast<T*>(a.k_cache) + page * a.k_page_stride;
         T* v_page = static_cast<T*>(a.v_cache) + page * a.v_page_stride;
         for (int64_t h = 0; h < a.kv_heads; ++h) {

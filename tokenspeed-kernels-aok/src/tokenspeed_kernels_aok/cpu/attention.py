@@ -1,0 +1,121 @@
+"""`cache.write` and `attention.paged` (rule 3 of the bit order), over pages in the layout `aok_pairs` (`csrc/kv_layout.h`)."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+
+import torch
+from tokenspeed.kernels.operators import PAGE_SIZE
+
+from tokenspeed_kernels_aok.cpu.arguments import float_code, same_dtype, unit_stride
+from tokenspeed_kernels_aok.cpu.library import library
+
+_CACHE_WRITE = struct.Struct("18q")
+_ATTENTION = struct.Struct("20qd3q")
+
+_cache_write = library().kernel("cache_write", _CACHE_WRITE)
+_attention = library().kernel("attention", _ATTENTION)
+
+
+def cache_write(
+    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor
+) -> None:
+    """Store k and v ([T,Hkv,D]) in their slots (int64[T], distinct; negative ones are skipped) of the caches.
+
+    Raises TypeError unless all have one dtype, bf16 or fp32; ValueError for shapes that do not fit, an odd D, or a slot
+    beyond the cache (the others are written).
+    """
+    code, pages, kv_heads, d = _check_caches(k_cache, v_cache)
+    same_dtype("k", k, k_cache.dtype)
+    same_dtype("v", v, k_cache.dtype)
+    same_dtype("slots", slots, torch.int64)
+    tokens = slots.shape[0]
+    if k.shape != (tokens, kv_heads, d) or v.shape != k.shape:
+        raise ValueError(
+            f"k is {list(k.shape)}, v {list(v.shape)}; expected {[tokens, kv_heads, d]} "
+            f"for {tokens} slots and caches of {list(k_cache.shape)}"
+        )
+    k, v, slots = unit_stride(k), unit_stride(v), slots.contiguous()
+    invalid = ctypes.c_int64(0)
+    if tokens and kv_heads and d:
+        _cache_write(
+            _CACHE_WRITE.pack(
+                k.data_ptr(), v.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), slots.data_ptr(),
+                ctypes.addressof(invalid), tokens, kv_heads, d, pages,
+                k.stride(0), k.stride(1), v.stride(0), v.stride(1), k_cache.stride(0), v_cache.stride(0),
+                code, torch.get_num_threads(),
+            )
+        )  # fmt: skip
+    if invalid.value:
+        raise ValueError(f"slots reach {slots.max().item()}; the cache has {pages * PAGE_SIZE} slots in {pages} pages")
+
+
+def attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    query_starts: torch.Tensor,
+    context_lens: torch.Tensor,
+    page_tables: torch.Tensor,
+    scale: float,
+    window: int = 0,
+) -> torch.Tensor:
+    """Causal attention of the ragged queries q [T,Hq,D] over the cached keys of their sequences: [T,Hq,D], contiguous.
+
+    Query i of sequence b stands at position context_lens[b] - n_b + i and sees the keys up to its own position, with a
+    window only the last `window` of them. Rows past query_starts[-1] are zero. `query_starts` int32[B+1],
+    `context_lens` int32[B], `page_tables` int32[B,W]; entries past a context are not read.
+    Raises TypeError unless q and the caches have one dtype, bf16 or fp32; ValueError for shapes that do not fit, an odd
+    D, a context shorter than its queries or longer than its page table, or a page beyond the cache.
+    """
+    code, pages, kv_heads, d = _check_caches(k_cache, v_cache)
+    same_dtype("q", q, k_cache.dtype)
+    for what, tensor in (("query_starts", query_starts), ("context_lens", context_lens), ("page_tables", page_tables)):
+        same_dtype(what, tensor, torch.int32)
+    tokens, q_heads, _ = q.shape
+    sequences = context_lens.shape[0]
+    if q.shape[2] != d or (q_heads % kv_heads if kv_heads else q_heads):
+        raise ValueError(f"q is {list(q.shape)}, the caches {list(k_cache.shape)}: heads must be a multiple, D the same")
+    if query_starts.shape != (sequences + 1,) or page_tables.dim() != 2 or page_tables.shape[0] != sequences:
+        raise ValueError(
+            f"query_starts is {list(query_starts.shape)}, page_tables {list(page_tables.shape)}; "
+            f"expected {[sequences + 1]} and {[sequences, 'W']} for {sequences} context_lens"
+        )
+    if window < 0:
+        raise ValueError(f"window is {window}; expected 0 (no window) or a number of keys")
+    q = unit_stride(q)
+    query_starts, context_lens, page_tables = query_starts.contiguous(), context_lens.contiguous(), unit_stride(page_tables)
+    out = q.new_empty(q.shape)
+    invalid = ctypes.c_int64(0)
+    if out.numel():
+        _attention(
+            _ATTENTION.pack(
+                q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), query_starts.data_ptr(), context_lens.data_ptr(),
+                page_tables.data_ptr(), out.data_ptr(), ctypes.addressof(invalid),
+                tokens, sequences, q_heads, kv_heads, d, pages, q.stride(0), q.stride(1),
+                k_cache.stride(0), v_cache.stride(0), page_tables.stride(0), page_tables.shape[1],
+                scale, window, code, torch.get_num_threads(),
+            )
+        )  # fmt: skip
+    if invalid.value:
+        raise ValueError(
+            f"query_starts {query_starts.tolist()}, context_lens {context_lens.tolist()} and page_tables "
+            f"{list(page_tables.shape)} of {pages} pages do not fit together, or not {tokens} queries"
+        )
+    return out
+
+
+def _check_caches(k_cache: torch.Tensor, v_cache: torch.Tensor) -> tuple[int, int, int, int]:
+    """dtype code, pages, kv heads and head size of two caches [P,16,Hkv,D], each page contiguous."""
+    code = float_code("k_cache", k_cache)
+    same_dtype("v_cache", v_cache, k_cache.dtype)
+    pages, slots, kv_heads, d = k_cache.shape
+    inner = (kv_heads * d, d, 1)
+    if k_cache.shape != v_cache.shape or slots != PAGE_SIZE or d % 2:
+        raise ValueError(
+            f"k_cache is {list(k_cache.shape)}, v_cache {list(v_cache.shape)}; expected [P,{PAGE_SIZE},Hkv,D] with D even"
+        )
+    if k_cache.stride()[1:] != inner or v_cache.stride()[1:] != inner:
+        raise ValueError(f"a cache has strides {k_cache.stride()}, {v_cache.stride()}; a page must be contiguous")
+    return code, pages, kv_heads, d
