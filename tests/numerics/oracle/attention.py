@@ -17,7 +17,7 @@ def attention_row(q: F32, keys: F32, values: F32, scale: float, window: int = 0)
 
 
 def attention_rows(q: F32, keys: F32, values: F32, positions: np.ndarray, scale: float, window: int = 0) -> F32:
-    """Queries q [R, Hq, D] at absolute `positions` [R] over the sequence's keys and values [N, Hkv, D]; fp32 [R, Hq, D]."""
+    """Queries q [R, Hq, D] at absolute `positions` [R] over one sequence (keys, values [N, Hkv, D]); fp32 [R, Hq, D]."""
     rows, heads, d = q.shape
     group = heads // keys.shape[1]
     factor = np.float32(scale * 1.4426950408889634)
@@ -34,15 +34,15 @@ def attention_rows(q: F32, keys: F32, values: F32, positions: np.ndarray, scale:
             continue
         k = np.repeat(keys[here], group, axis=1).transpose(1, 0, 2)  # [Hq, keys, D]
         v = np.repeat(values[here], group, axis=1)  # [keys, Hq, D]
-        m, l, o = _chunk(q, k, v, visible[:, None, :], factor)
+        m, mass, o = _chunk(q, k, v, visible[:, None, :], factor)
         most = np.where(m > maximum, m, maximum)
         base = np.where(most == -np.inf, np.float32(0), most)
         old, new = functions.exp2(ieee.sub(maximum, base)), functions.exp2(ieee.sub(m, base))
-        folded_l = ieee.fma(l, new, ieee.mul(total, old))
+        folded_l = ieee.fma(mass, new, ieee.mul(total, old))
         folded_o = ieee.fma(o, new[..., None], ieee.mul(output, old[..., None]))
         fold, begin = (seen & started)[:, None], (seen & ~started)[:, None]
         maximum = np.where(fold, most, np.where(begin, m, maximum))
-        total = np.where(fold, folded_l, np.where(begin, l, total))
+        total = np.where(fold, folded_l, np.where(begin, mass, total))
         output = np.where(fold[..., None], folded_o, np.where(begin[..., None], o, output))
         started |= seen
     return ieee.canonical(ieee.div(output, total[..., None]))

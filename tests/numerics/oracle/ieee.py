@@ -5,9 +5,9 @@ nearest even and flushes denormal results to zero, as a kernel does under MXCSR'
 denormal is decided after rounding to 24 bits with an unbounded exponent, as x86 does.
 
 The method: every operation is done in binary64, where products of floats are exact and where rounding twice (53 bits,
-then 24) is harmless for +, -, *, / and sqrt because 53 >= 2 * 24 + 2. The fused multiply-add needs more: the exact sum of
-the exact product and the addend is rounded to *odd* in binary64 (by the error term of an exact two-sum), and rounding
-that to 24 bits is then correct (Boldo and Melquiond, "Emulation of FMA and correctly rounded sums", 2008).
+then 24) is harmless for +, -, *, / and sqrt because 53 >= 2 * 24 + 2. The fused multiply-add needs more: the exact sum
+of the exact product and the addend is rounded to *odd* in binary64 (by the error term of an exact two-sum), and
+rounding that to 24 bits is then correct (Boldo and Melquiond, "Emulation of FMA and correctly rounded sums", 2008).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`cache.write` and `attention.paged` (rule 3 of the bit order), over pages in the layout `aok_pairs` (`csrc/kv_layout.h`)."""
+"""`cache.write` and `attention.paged` (rule 3 of the bit order), over pages in the layout `aok_pairs` (kv_layout.h)."""
 
 from __future__ import annotations
 
@@ -76,7 +76,9 @@ def attention(
     tokens, q_heads, _ = q.shape
     sequences = context_lens.shape[0]
     if q.shape[2] != d or (q_heads % kv_heads if kv_heads else q_heads):
-        raise ValueError(f"q is {list(q.shape)}, the caches {list(k_cache.shape)}: heads must be a multiple, D the same")
+        raise ValueError(
+            f"q is {list(q.shape)}, the caches {list(k_cache.shape)}: heads must be a multiple, D the same"
+        )
     if query_starts.shape != (sequences + 1,) or page_tables.dim() != 2 or page_tables.shape[0] != sequences:
         raise ValueError(
             f"query_starts is {list(query_starts.shape)}, page_tables {list(page_tables.shape)}; "
@@ -85,7 +87,11 @@ def attention(
     if window < 0:
         raise ValueError(f"window is {window}; expected 0 (no window) or a number of keys")
     q = unit_stride(q)
-    query_starts, context_lens, page_tables = query_starts.contiguous(), context_lens.contiguous(), unit_stride(page_tables)
+    query_starts, context_lens, page_tables = (
+        query_starts.contiguous(),
+        context_lens.contiguous(),
+        unit_stride(page_tables),
+    )
     out = q.new_empty(q.shape)
     invalid = ctypes.c_int64(0)
     if out.numel():
@@ -114,7 +120,7 @@ def _check_caches(k_cache: torch.Tensor, v_cache: torch.Tensor) -> tuple[int, in
     inner = (kv_heads * d, d, 1)
     if k_cache.shape != v_cache.shape or slots != PAGE_SIZE or d % 2:
         raise ValueError(
-            f"k_cache is {list(k_cache.shape)}, v_cache {list(v_cache.shape)}; expected [P,{PAGE_SIZE},Hkv,D] with D even"
+            f"k_cache is {list(k_cache.shape)}, v_cache {list(v_cache.shape)}; expected [P,{PAGE_SIZE},Hkv,D], D even"
         )
     if k_cache.stride()[1:] != inner or v_cache.stride()[1:] != inner:
         raise ValueError(f"a cache has strides {k_cache.stride()}, {v_cache.stride()}; a page must be contiguous")

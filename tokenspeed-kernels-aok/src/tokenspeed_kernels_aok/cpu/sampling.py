@@ -48,7 +48,7 @@ def block_sumexp(logits: torch.Tensor, row_max: torch.Tensor, temperature: torch
 def logprobs(
     logits: torch.Tensor, ids: torch.Tensor, temperature: torch.Tensor, order: str, block: int
 ) -> torch.Tensor:
-    """Log-probabilities of `ids` (int64[R,M]) after temperature (fp32[R], 0 counts as 1), over the vocabulary: fp32[R,M].
+    """Log-probabilities of `ids` (int64[R,M]) over the vocabulary, after temperature (fp32[R], 0 counts as 1): fp32[R,M].
 
     `torch` is (x - max) - log(sum) with the sum in blocks of 4,096; `megatron` is -(log(sum) - (x - max)) with the sum
     in blocks of `block`. NaN for an id outside the vocabulary. Raises TypeError for other dtypes, ValueError for shapes
