@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import inspect
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import cast
@@ -160,7 +161,10 @@ def http_page() -> str:
         "for a bad request, 401 and 403 for a missing or wrong key, 404 for an unknown model or route, 503 when the "
         "engine is gone. [Serve](../guides/serve.md) shows how to call the routes.\n",
     ]
-    paths = create_app(cast(Service, None)).openapi()["paths"]  # the service is needed by requests only
+    with warnings.catch_warnings():
+        # A route with two methods has one operation id for both, which matters to generators of clients only.
+        warnings.filterwarnings("ignore", "Duplicate Operation ID")
+        paths = create_app(cast(Service, None)).openapi()["paths"]  # the service is needed by requests only
     rows = []
     for path, methods in paths.items():
         described = next(iter(methods.values())).get("description", "")
