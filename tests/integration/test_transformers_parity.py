@@ -5,13 +5,18 @@ fp32, reference kernels. Logits agree to 1e-5 of the largest logit of their row;
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 
+from tokenspeed.loading.checkpoint import Checkpoint
 from tokenspeed.models.base import CausalLM
+from tokenspeed.models.profile import ModelProfile
 from tokenspeed.models.registry import ModelRegistry, model_class
 from tokenspeed.testing.models import PagedModel, load_model
 from tokenspeed_models.plugin import tokenspeed_models
@@ -72,49 +77,142 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+MakeCheckpoint = Callable[..., Path]
+
+
+def model_of(folder: Path) -> type[CausalLM]:
+    profile = REGISTRY.find(Checkpoint(folder).architecture)
+    assert isinstance(profile, ModelProfile)
+    return model_class(profile)
+
+
+def ours(folder: Path, **options: Any) -> CausalLM:
+    return load_model(model_of(folder), folder, **options)
+
+
+def theirs(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
+
+
 @pytest.fixture(scope="module", params=CASES)
-def folder(request: pytest.FixtureRequest, make_checkpoint: Any) -> Path:
+def pair(request: pytest.FixtureRequest, make_checkpoint: MakeCheckpoint) -> tuple[CausalLM, Any]:
+    """(our model, theirs) of one case."""
     family, config = CASES[request.param]
-    path = make_checkpoint(family, **config)
-    assert isinstance(path, Path)
-    return path
-
-
-def load(folder: Path, **options: Any) -> CausalLM:
-    import json
-
-    (architecture,) = json.loads((folder / "config.json").read_text())["architectures"]
-    return load_model(model_class(REGISTRY.find(architecture)), folder, **options)
-
-
-def theirs(folder: Path) -> Any:
-    import transformers
-
-    return transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
+    folder = make_checkpoint(family, **config)
+    return ours(folder), theirs(folder)
 
 
 def random_ids(count: int, seed: int) -> list[int]:
-    return torch.randint(3, 320, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+    ids: list[int] = torch.randint(3, 320, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return ids
+
+
+def expected_logits(model: Any, ids: list[int]) -> torch.Tensor:
+    with torch.inference_mode():
+        logits: torch.Tensor = model(torch.tensor([ids])).logits[0]
+    return logits
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    assert actual.shape == expected.shape
     return float(((actual - expected).abs().amax(-1) / expected.abs().amax(-1)).max())
 
 
-def test_logits_agree(folder: Path) -> None:
+def test_logits_agree(pair: tuple[CausalLM, Any]) -> None:
     ids = random_ids(90, seed=1)
-    with torch.inference_mode():
-        expected = theirs(folder)(torch.tensor([ids])).logits[0]
-    actual = PagedModel(load(folder)).feed({0: ids})[0]
-    assert actual.shape == expected.shape
-    assert relative_error(actual, expected) < TOLERANCE
+    assert relative_error(PagedModel(pair[0]).feed({0: ids})[0], expected_logits(pair[1], ids)) < TOLERANCE
 
 
-def test_greedy_tokens_are_the_same(folder: Path) -> None:
+def test_greedy_tokens_are_the_same(pair: tuple[CausalLM, Any]) -> None:
     prompt = random_ids(21, seed=2)
-    expected = theirs(folder).generate(
-        torch.tensor([prompt]), max_new_tokens=24, min_new_tokens=24, do_sample=False, use_cache=True
-    )
-    assert PagedModel(load(folder)).generate(0, prompt, 24) == expected[0, len(prompt) :].tolist()
+    output = pair[1].generate(torch.tensor([prompt]), max_new_tokens=24, min_new_tokens=24, do_sample=False)
+    expected = output[0, len(prompt) :].tolist()
+    # The end-of-sequence token is forbidden there until the last token, so forbid it here in the same way.
+    assert greedy_without(PagedModel(pair[0]), prompt, 24, forbidden=2) == expected
+    assert len(set(expected)) > 4, "the model repeats itself, which shows nothing"
+
+
+def greedy_without(model: PagedModel, prompt: list[int], count: int, forbidden: int) -> list[int]:
+    tokens: list[int] = []
+    chunk = prompt
+    for _ in range(count):
+        logits = model.feed({0: chunk})[0][-1].clone()
+        logits[forbidden] = -torch.inf
+        tokens.append(int(logits.argmax()))
+        chunk = tokens[-1:]
+    return tokens
+
+
+def test_chunks_and_company_change_nothing_that_matters(pair: tuple[CausalLM, Any]) -> None:
+    """A prompt in uneven chunks beside two other sequences gives the logits of the whole prompt alone."""
+    ids, other, third = random_ids(70, seed=3), random_ids(40, seed=4), random_ids(20, seed=5)
+    model = pair[0]
+    whole = PagedModel(model).feed({0: ids})[0]
+    paged = PagedModel(model, seed=7)
+    paged.feed({2: third})
+    pieces = [
+        paged.feed({1: other[:17], 0: ids[:1], 2: [9]})[0],
+        paged.feed({2: [8], 0: ids[1:33]})[0],
+        paged.feed({0: ids[33:34], 2: [7], 1: other[17:]})[0],
+        paged.feed({0: ids[34:]})[0],
+    ]
+    assert relative_error(torch.cat(pieces), whole) < TOLERANCE
+
+
+def test_a_changed_weight_is_noticed(make_checkpoint: MakeCheckpoint) -> None:
+    """Negative control of the tolerance: scaling one of 96 norm weights by a thousandth shows."""
+    folder = make_checkpoint("Qwen3", head_dim=32)
+    other = theirs(folder)
+    other.model.layers[1].input_layernorm.weight.data[5] *= 1.001
+    ids = random_ids(90, seed=1)
+    assert relative_error(PagedModel(ours(folder)).feed({0: ids})[0], expected_logits(other, ids)) > TOLERANCE
+
+
+@pytest.mark.parametrize("boundary", ["fused", "unfused"])
+@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3"])
+def test_bf16_stays_near_fp32(family: str, boundary: str, make_checkpoint: MakeCheckpoint) -> None:
+    """In bf16 our logits are as near to the fp32 logits of the same weights as transformers' own are."""
+    folder = make_checkpoint(family, dtype=torch.bfloat16)
+    ids = random_ids(60, seed=6)
+    exact = expected_logits(theirs(folder), ids)
+    model = ours(folder, switches={"layer_boundary_norm": boundary})
+    logits = PagedModel(model).feed({0: ids})[0]
+    assert logits.dtype == torch.bfloat16
+    their_error = (expected_logits(theirs(folder, torch.bfloat16), ids).float() - exact).square().mean().sqrt()
+    our_error = (logits.float() - exact).square().mean().sqrt()
+    assert 0 < our_error < 1.2 * their_error
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_stored_in_another_dtype(dtype: torch.dtype, make_checkpoint: MakeCheckpoint) -> None:
+    """A half-precision checkpoint run in fp32 is its widened weights."""
+    folder = make_checkpoint("Llama", dtype=dtype)
+    ids = random_ids(50, seed=8)
+    logits = PagedModel(ours(folder, dtype=torch.float32)).feed({0: ids})[0]
+    assert relative_error(logits, expected_logits(theirs(folder), ids)) < TOLERANCE
+
+
+@pytest.mark.parametrize("case", ["llama-llama3", "llama-linear", "qwen3-yarn-details"])
+def test_older_config_files(case: str, make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    """`rope_scaling` + `rope_theta` + `torch_dtype` mean what `rope_parameters` + `dtype` mean."""
+    family, config = CASES[case]
+    folder = make_checkpoint(family, **config)
+    old = json.loads((folder / "config.json").read_text())
+    scaling = old.pop("rope_parameters")
+    old["rope_theta"] = scaling.pop("rope_theta")
+    old["rope_scaling"] = {"type": scaling.pop("rope_type"), **scaling}
+    old["torch_dtype"] = old.pop("dtype")
+    (tmp_path / "config.json").write_text(json.dumps(old))
+    (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
+    ids = random_ids(90, seed=9)
+    logits = PagedModel(ours(tmp_path)).feed({0: ids})[0]
+    assert torch.equal(logits, PagedModel(ours(folder)).feed({0: ids})[0])
+
+
+def test_shards_are_the_single_file(make_checkpoint: MakeCheckpoint) -> None:
+    whole = make_checkpoint("Qwen3", head_dim=32)
+    sharded = make_checkpoint("Qwen3", head_dim=32, max_shard_size="200KB")
+    transformers.AutoModelForCausalLM.from_pretrained(whole).save_pretrained(sharded, max_shard_size="200KB")
+    assert len(list(sharded.glob("*.safetensors"))) > 3
+    ids = random_ids(30, seed=10)
+    assert torch.equal(PagedModel(ours(whole)).feed({0: ids})[0], PagedModel(ours(sharded)).feed({0: ids})[0])

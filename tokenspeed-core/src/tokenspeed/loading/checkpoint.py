@@ -84,7 +84,9 @@ class Checkpoint:
     @cached_property
     def eos_token_ids(self) -> frozenset[int]:
         """Token ids that end a sequence, from `generation_config.json` or else `config.json`."""
-        value = self.generation_config.get("eos_token_id", self.config.get("eos_token_id"))
+        value = self.generation_config.get("eos_token_id")
+        if value is None:
+            value = self.config.get("eos_token_id")
         values = value if isinstance(value, list) else [] if value is None else [value]
         if not all(isinstance(item, int) and not isinstance(item, bool) for item in values):
             raise CheckpointError(f"{self.folder}: eos_token_id={value!r} is neither a token id nor a list of them")
@@ -181,8 +183,8 @@ class Checkpoint:
         single = self.folder / "model.safetensors"
         if index.exists():
             weight_map = _read_json(index).get("weight_map")
-            if not isinstance(weight_map, dict) or not weight_map:
-                raise CheckpointError(f"{index}: weight_map is missing or empty")
+            if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+                raise CheckpointError(f"{index}: weight_map should map each tensor to a file")
             files = [self.folder / name for name in sorted(set(weight_map.values()))]
             if absent := [path.name for path in files if not path.is_file() or path.parent != self.folder]:
                 raise CheckpointError(f"{index} names files that are not here: {', '.join(absent)}")

@@ -90,7 +90,9 @@ class PagedModel:
 
     def feed(self, chunks: Mapping[int, Sequence[int]]) -> dict[int, torch.Tensor]:
         """Append tokens to sequences in one forward pass; the logits [n,V] after each token, by sequence."""
-        positions, slots, starts = [], [], [0]
+        positions: list[int] = []
+        slots: list[int] = []
+        starts = [0]
         for sequence, ids in chunks.items():
             first = self._lengths.get(sequence, 0)
             self._lengths[sequence] = first + len(ids)
