@@ -114,7 +114,7 @@ def _read(name: str, setting: _Setting, faults: list[str]) -> Any:
     if name in SWITCHES:
         value = {True: "on", False: "off"}.get(value, value)
         if fault := SWITCHES[name].fault(value):
-            faults.append(f"{setting.source}: {fault}")
+            faults.append(f"{setting.source}: {fault.removeprefix(f'{SWITCHES[name].flag}: ')}")
             return None
     return value
 

@@ -110,7 +110,7 @@ def prepare(config: EngineConfig, machine: Machine | None = None) -> Prepared:
         numerics=found.numerics,
         selection=found.selection,
         core_version=__version__,
-        notes=[report.describe() for report in found.host.reports if report.status == "broken"],
+        notes=_notes(found, found.built, found.sizes),
     )
     return Prepared(found.config, found.machine, found.host, found.checkpoint, found.built, found.sizes, plan)
 
@@ -319,6 +319,15 @@ def _collecting(problems: list[Problem]) -> Iterator[None]:
         summary, *details = str(error).splitlines()
         kind = "checkpoint" if isinstance(error, CheckpointError) else "broken-plugin"
         problems.append(Problem(kind, summary, tuple(line.strip() for line in details)))
+
+
+def _notes(found: Examination, built: Built, sizes: Sizes) -> Iterator[str]:
+    """What the user should see on the card although it is no reason to refuse."""
+    yield from (report.describe() for report in found.host.reports if report.status == "broken")
+    if found.config.max_model_len is None and sizes.max_model_len < built.model.max_positions:
+        yield (
+            f"the KV cache bounds the context to {sizes.max_model_len} of the model's {built.model.max_positions} tokens"
+        )
 
 
 def _dtype_name(built: Built) -> str:
