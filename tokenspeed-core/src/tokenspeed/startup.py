@@ -325,9 +325,8 @@ def _notes(found: Examination, built: Built, sizes: Sizes) -> Iterator[str]:
     """What the user should see on the card although it is no reason to refuse."""
     yield from (report.describe() for report in found.host.reports if report.status == "broken")
     if found.config.max_model_len is None and sizes.max_model_len < built.model.max_positions:
-        yield (
-            f"the KV cache bounds the context to {sizes.max_model_len} of the model's {built.model.max_positions} tokens"
-        )
+        longest = built.model.max_positions
+        yield f"the KV cache bounds the context to {sizes.max_model_len} of the model's {longest} tokens"
 
 
 def _dtype_name(built: Built) -> str:
