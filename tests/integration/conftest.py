@@ -145,18 +145,20 @@ def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
         yield found
 
 
-def stats_of(http: httpx.Client) -> dict[str, Any]:
-    """The engine's gauges and counters."""
-    found: dict[str, Any] = http.get("/server_info").json()["internal_states"][0]
-    return found
+WaitIdle = Callable[[httpx.Client], dict[str, Any]]
 
 
-def wait_idle(http: httpx.Client, timeout_seconds: float = 30) -> dict[str, Any]:
-    """Wait until nothing runs or waits; the engine's statistics then."""
-    deadline = time.monotonic() + timeout_seconds
-    while True:
-        stats = stats_of(http)
-        if not stats["running"] and not stats["waiting"]:
-            return stats
-        assert time.monotonic() < deadline, f"still busy: {stats}"
-        time.sleep(0.05)
+@pytest.fixture(scope="session")
+def wait_idle() -> WaitIdle:
+    """`wait_idle(http)` waits until nothing runs or waits on that server, and gives the engine's statistics then."""
+
+    def wait(http: httpx.Client, timeout_seconds: float = 30) -> dict[str, Any]:
+        deadline = time.monotonic() + timeout_seconds
+        while True:
+            stats: dict[str, Any] = http.get("/server_info").json()["internal_states"][0]
+            if not stats["running"] and not stats["waiting"]:
+                return stats
+            assert time.monotonic() < deadline, f"still busy: {stats}"
+            time.sleep(0.02)
+
+    return wait

@@ -9,7 +9,7 @@ from pathlib import Path
 from fastapi import FastAPI, Response
 
 from tokenspeed import __version__
-from tokenspeed.server import basics, control, errors, inference
+from tokenspeed.server import basics, control, errors, inference, sglang, tokens
 from tokenspeed.server.middleware import Gate
 from tokenspeed.server.service import Service
 
@@ -27,7 +27,15 @@ def create_app(service: Service) -> FastAPI:
 
     app = FastAPI(title="tokenspeed", version=__version__, lifespan=lifespan)
     app.state.service = service
-    for routes in (inference.routes, basics.routes, control.routes, control.about):
+    for routes in (
+        inference.routes,
+        tokens.routes,
+        basics.routes,
+        control.routes,
+        control.about,
+        sglang.routes,
+        sglang.controls,
+    ):
         app.include_router(routes)
     errors.install(app)
     app.add_middleware(Gate, service=service)

@@ -8,7 +8,7 @@ from typing import Any
 
 from tokenspeed.engine.request import SamplingParams, TokenUpdate
 from tokenspeed.server.errors import ApiError
-from tokenspeed.server.generation import Generation, Prompt, Sample
+from tokenspeed.server.generation import Generation, Job, Prompt, Sample
 from tokenspeed.server.logprobs import LogprobWriter, cut
 from tokenspeed.server.openai import ChatCompletionRequest, TokenizeRequest
 from tokenspeed.server.service import Service
@@ -111,7 +111,7 @@ class ChatCompletion:
                 yield event({**self._head, "choices": [], "usage": generation.usage()})
 
     def _start(self) -> Generation:
-        return Generation(self._service, [self._prompt], self._params, str(self._head["id"]))
+        return Generation(self._service, [Job(self._prompt, self._params, str(self._head["id"]))])
 
     def _writer(self) -> LogprobWriter:
         return LogprobWriter(

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from tokenspeed.engine.request import PositionLogprobs, SamplingParams, TokenUpdate
-from tokenspeed.server.generation import Generation, Prompt, Sample
+from tokenspeed.server.generation import Generation, Job, Prompt, Sample
 from tokenspeed.server.logprobs import LogprobWriter, cut
 from tokenspeed.server.openai import CompletionRequest
 from tokenspeed.server.prompts import read_prompts
@@ -88,13 +88,8 @@ class Completion:
                 yield event({**self._head, "choices": [], "usage": generation.usage()})
 
     def _start(self, *, prompt_logprobs_once: bool) -> Generation:
-        return Generation(
-            self._service,
-            self._prompts,
-            self._params,
-            str(self._head["id"]),
-            prompt_logprobs_once=prompt_logprobs_once,
-        )
+        jobs = [Job(prompt, self._params, str(self._head["id"])) for prompt in self._prompts]
+        return Generation(self._service, jobs, prompt_logprobs_once=prompt_logprobs_once)
 
     def _writer(self) -> LogprobWriter:
         return LogprobWriter(

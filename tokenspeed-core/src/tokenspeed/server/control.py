@@ -43,9 +43,9 @@ about = router(tags=["server"])
 
 @routes.post("/abort_requests")
 @routes.post("/inference/v1/abort_requests", include_in_schema=False)
-async def abort_requests(body: AbortRequests, service: ServiceDep) -> Response:
+async def abort_requests(service: ServiceDep, body: AbortRequests | None = None) -> Response:
     """End requests by id; all of them when the list is empty. What they have generated is still returned."""
-    aborted = service.abort(body.request_ids or None)
+    aborted = service.abort((body.request_ids if body else None) or None)
     return JsonResponse({"status": "aborted", "aborted": aborted})
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -25,14 +25,26 @@ class Prompt:
     text: str | None = None
 
 
+@dataclass(frozen=True)
+class Job:
+    """One prompt to continue `params.n` times; `external_id` is what an abort names."""
+
+    prompt: Prompt
+    params: SamplingParams
+    external_id: str
+
+
 @dataclass
 class Sample:
-    """One continuation: `index` counts all samples of the request, prompt-major; `seed` replays it alone."""
+    """One continuation: `index` counts all samples of the request, prompt-major; `seed` replays it alone.
+
+    `first` is the index of the first sample of the same prompt.
+    """
 
     index: int
-    prompt: Prompt
+    first: int
+    job: Job
     seed: int
-    is_first: bool
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     logprobs: list[PositionLogprobs] = field(default_factory=list)
@@ -44,6 +56,11 @@ class Sample:
     weight_versions: list[tuple[str, int]] = field(default_factory=list)
     first_token_at: float = 0.0
     last_token_at: float = 0.0
+
+    @property
+    def prompt(self) -> Prompt:
+        """What is continued."""
+        return self.job.prompt
 
     def absorb(self, update: TokenUpdate) -> None:
         """Add what a step brought. Raises ApiError when the engine reports that this sample failed."""
@@ -80,45 +97,39 @@ class Sample:
 
 
 class Generation:
-    """Prompts times `n` samples under one external id. Use as a context manager: leaving it aborts what still runs.
+    """All samples of one HTTP request. Use as a context manager: leaving it aborts what still runs.
 
-    `params` is what the client asked for; each sample gets its own seed, and its `max_tokens` clamped to the context.
-    With `prompt_logprobs_once` only the first sample of a prompt reads the prompt's logprobs; the others share them.
+    Each sample gets its own seed, and its `max_tokens` clamped to the context. With `prompt_logprobs_once` only the
+    first sample of a prompt reads the prompt's logprobs; the others share them.
     """
 
-    def __init__(
-        self,
-        service: Service,
-        prompts: Sequence[Prompt],
-        params: SamplingParams,
-        external_id: str,
-        *,
-        prompt_logprobs_once: bool = True,
-    ) -> None:
-        self.params = params
-        self.prompts = prompts
-        self.external_id = external_id
+    def __init__(self, service: Service, jobs: Sequence[Job], *, prompt_logprobs_once: bool = True) -> None:
+        self.jobs = jobs
         self.started_at = time.monotonic()
         self.samples: list[Sample] = []
         self._service = service
         self._by_id: dict[str, Sample] = {}
         requests = []
-        for prompt in prompts:
-            for i in range(params.n):
-                seed = fresh_seed() if params.seed is None else derive_seed(params.seed, i)
-                sample = Sample(len(self.samples), prompt, seed, is_first=i == 0)
+        for job in jobs:
+            first = len(self.samples)
+            most = service.limits.output_tokens(len(job.prompt.ids), job.params.max_tokens)
+            own = msgspec.structs.replace(job.params, n=1, seed=None, max_tokens=most)
+            others = msgspec.structs.replace(own, prompt_logprobs=None) if prompt_logprobs_once else own
+            for i in range(job.params.n):
+                seed = fresh_seed() if job.params.seed is None else derive_seed(job.params.seed, i)
+                sample = Sample(len(self.samples), first, job, seed)
                 self.samples.append(sample)
-                request_id = service.client.unique_id(external_id)
+                request_id = service.client.unique_id(job.external_id)
                 self._by_id[request_id] = sample
-                own = msgspec.structs.replace(
-                    params,
-                    n=1,
-                    seed=None,
-                    max_tokens=service.limits.output_tokens(len(prompt.ids), params.max_tokens),
-                    prompt_logprobs=params.prompt_logprobs if i == 0 or not prompt_logprobs_once else None,
+                requests.append(
+                    Request(
+                        id=request_id,
+                        prompt=job.prompt.ids,
+                        params=others if i else own,
+                        seed=seed,
+                        arrival=self.started_at,
+                    )
                 )
-                arrival = self.started_at
-                requests.append(Request(id=request_id, prompt=prompt.ids, params=own, seed=seed, arrival=arrival))
         service.admit(len(requests))
         self._stream = service.client.submit(requests)
         service.started(self)
@@ -131,9 +142,9 @@ class Generation:
         self._service.ended(self)
 
     @property
-    def engine_ids(self) -> list[str]:
-        """The ids of the samples inside the engine."""
-        return list(self._by_id)
+    def engine_ids(self) -> Iterator[tuple[str, str]]:
+        """(external id, id inside the engine) of every sample."""
+        return ((sample.job.external_id, engine_id) for engine_id, sample in self._by_id.items())
 
     async def batches(self) -> AsyncIterator[list[tuple[Sample, TokenUpdate]]]:
         """What has arrived since the last time, until every sample has finished. Samples are already updated.
@@ -154,17 +165,17 @@ class Generation:
         async for _ in self.batches():
             pass
         for sample in self.samples:
-            if not sample.is_first and sample.prompt_logprobs is None:
-                sample.prompt_logprobs = self.samples[sample.index - sample.index % self.params.n].prompt_logprobs
+            if sample.prompt_logprobs is None:
+                sample.prompt_logprobs = self.samples[sample.first].prompt_logprobs
         return self.samples
 
     def usage(self) -> dict[str, object]:
         """OpenAI's token counts over all samples; a prompt counts once, however many samples it has."""
-        prompt_tokens = sum(len(prompt.ids) for prompt in self.prompts)
+        prompt_tokens = sum(len(job.prompt.ids) for job in self.jobs)
         return usage(
             prompt_tokens,
             sum(len(sample.token_ids) for sample in self.samples),
-            sum(sample.cached_tokens for sample in self.samples if sample.is_first),
+            sum(sample.cached_tokens for sample in self.samples if sample.index == sample.first),
         )
 
 

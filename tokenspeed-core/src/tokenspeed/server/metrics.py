@@ -130,12 +130,12 @@ class Metrics:
 
     def started(self, generation: Generation) -> None:
         """A request was handed to the engine."""
-        self._n.observe(generation.params.n)
-        if generation.params.max_tokens is not None:
-            self._max_tokens.observe(generation.params.max_tokens)
-        for prompt in generation.prompts:
-            self._prompt_tokens.inc(len(prompt.ids))
-            self._prompt_size.observe(len(prompt.ids))
+        for job in generation.jobs:
+            self._n.observe(job.params.n)
+            if job.params.max_tokens is not None:
+                self._max_tokens.observe(job.params.max_tokens)
+            self._prompt_tokens.inc(len(job.prompt.ids))
+            self._prompt_size.observe(len(job.prompt.ids))
 
     def observe(self, generation: Generation, sample: Sample, update: TokenUpdate) -> None:
         """A sample, already updated, got `update`."""

@@ -37,9 +37,8 @@ class StreamOptions(StrictModel):
 
 
 class SamplingFields(StrictModel):
-    """What completions and chat completions have in common."""
+    """How to sample, under vLLM's names."""
 
-    model: str | None = None
     n: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
@@ -61,19 +60,10 @@ class SamplingFields(StrictModel):
     prompt_logprobs: Annotated[int, Field(ge=-1)] | None = None
     logprob_token_ids: TokenIds | None = None
     logprobs_mode: str | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    return_token_ids: bool | None = None
-    return_tokens_as_token_ids: bool | None = None
-    return_weight_versions: bool | None = None
-    add_special_tokens: bool | None = None
-    request_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
-    best_of: int | None = None
-    response_format: dict[str, Any] | None = None
 
     def sampling_params(self, limits: Limits, *, logprobs: int | None, max_tokens: int | None) -> SamplingParams:
         """Checked against the model and the server's limits. Raises ApiError or RequestError naming the field."""
-        self._check_consistency(limits)
+        self.check_consistency(limits)
         params = SamplingParams(
             n=self.n or 1,
             temperature=1.0 if self.temperature is None else self.temperature,
@@ -100,7 +90,31 @@ class SamplingFields(StrictModel):
         limits.check_params(params)
         return params
 
-    def _check_consistency(self, limits: Limits) -> None:
+    def check_consistency(self, limits: Limits) -> None:
+        """Refuse fields that contradict each other or the server. Raises ApiError."""
+        served = limits.logprobs_mode
+        if self.logprobs_mode is not None and self.logprobs_mode.removesuffix("_logprobs") != served:
+            message = f"`logprobs_mode`: this server reports {served} logprobs, not {self.logprobs_mode[:64]!r}"
+            raise ApiError(400, message, param="logprobs_mode", reason="unsupported_field")
+
+
+class RequestFields(SamplingFields):
+    """What completions and chat completions have in common."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    return_weight_versions: bool | None = None
+    add_special_tokens: bool | None = None
+    request_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
+    best_of: int | None = None
+    response_format: dict[str, Any] | None = None
+
+    def check_consistency(self, limits: Limits) -> None:
+        """As for sampling, and what streams and formats allow. Raises ApiError."""
+        super().check_consistency(limits)
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "`stream_options` is only allowed with `stream`: true", param="stream_options")
         if self.stream and self.prompt_logprobs is not None:
@@ -110,15 +124,9 @@ class SamplingFields(StrictModel):
         if self.response_format is not None and self.response_format.get("type") != "text":
             message = "`response_format`: only {'type': 'text'} is supported; structured outputs are not"
             raise ApiError(400, message, param="response_format", reason="unsupported_field")
-        served = limits.logprobs_mode
-        if self.logprobs_mode is not None and self.logprobs_mode.removesuffix("_logprobs") != served:
-            message = (
-                f"`logprobs_mode`: this server reports {served!r} log-probabilities, not {self.logprobs_mode[:64]!r}"
-            )
-            raise ApiError(400, message, param="logprobs_mode", reason="unsupported_field")
 
 
-class CompletionRequest(SamplingFields):
+class CompletionRequest(RequestFields):
     """`POST /v1/completions`."""
 
     ignored = IGNORED
@@ -136,7 +144,7 @@ class CompletionRequest(SamplingFields):
         return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
 
 
-class ChatCompletionRequest(SamplingFields):
+class ChatCompletionRequest(RequestFields):
     """`POST /v1/chat/completions`. Tools are shown to the model's template; calls are not parsed from its answer."""
 
     ignored = IGNORED | {"include_reasoning", "separate_reasoning", "stream_reasoning", "verbosity"}

@@ -45,7 +45,7 @@ class Service:
         self.draining = False
         self.is_paused = False
         self._refusing: str | None = None
-        self._active: defaultdict[str, set[Generation]] = defaultdict(set)
+        self._engine_ids: defaultdict[str, set[str]] = defaultdict(set)
 
     @property
     def info(self) -> EngineInfo:
@@ -81,25 +81,24 @@ class Service:
 
     def started(self, generation: Generation) -> None:
         """Called by every generation when it has been submitted."""
-        self._active[generation.external_id].add(generation)
+        for external_id, engine_id in generation.engine_ids:
+            self._engine_ids[external_id].add(engine_id)
         self.metrics.started(generation)
 
     def ended(self, generation: Generation) -> None:
         """Called by every generation when it is over, whatever the reason."""
-        group = self._active[generation.external_id]
-        group.discard(generation)
-        if not group:
-            del self._active[generation.external_id]
+        for external_id, engine_id in generation.engine_ids:
+            ids = self._engine_ids[external_id]
+            ids.discard(engine_id)
+            if not ids:
+                del self._engine_ids[external_id]
 
     def abort(self, external_ids: Sequence[str] | None = None) -> int:
         """End samples with `finish_reason` abort: those of these requests, or all. Returns how many were running."""
         if external_ids is None:
             return self.client.abort(self.client.open_ids())
-        wanted = {
-            name for given in external_ids for name in (given, *(f"{kind}-{given}" for kind in ("cmpl", "chatcmpl")))
-        }
-        groups = [generation for name in wanted for generation in self._active.get(name, ())]
-        return self.client.abort([engine_id for generation in groups for engine_id in generation.engine_ids])
+        wanted = {name for given in external_ids for name in (given, f"cmpl-{given}", f"chatcmpl-{given}")}
+        return self.client.abort([engine_id for name in wanted for engine_id in self._engine_ids.get(name, ())])
 
     async def idle(self, timeout_seconds: float | None = None) -> bool:
         """Wait until no sample is in flight; False when time is out or the engine is dead."""
