@@ -67,7 +67,7 @@ def docs(session: nox.Session) -> None:
     """Build the documentation into site/; any warning fails. `nox -s docs -- serve` shows it while you write."""
     install(session, *ALL, extras="[docs]")
     session.run("python", "scripts/generate_reference.py", "--check")
-    session.run("mkdocs", *(session.posargs or ["build", "--strict", "--quiet"]))
+    session.run("mkdocs", *(session.posargs or ["build", "--strict"]))
 
 
 @nox.session
