@@ -82,14 +82,14 @@ def test_the_digest_changes_with_every_decision(change: dict[str, Any]) -> None:
 
 
 def test_the_plan_is_plain_data_with_every_reason() -> None:
-    plan = make(pins=Pins({"gemm.linear": "acme.linear", "moe.experts": "none"}))
+    plan = make(pins=Pins({"gemm.linear": "acme.linear", "norm.add_rms": "none"}))
     data = json.loads(json.dumps(plan.as_dict()))
     assert data["digest"] == plan.digest
     assert data["versions"] == {"acme": "1.0", "tokenspeed": "0.1.0", "torch": "2.13.0"}
     (linear, _) = data["operators"]
     assert linear["kernel"] == "acme.linear"
     assert linear["candidates"][0]["reason"] == "chosen: pinned by the user"
-    assert data["notes"] == ["--kernel moe.experts=… is unused: the model does not need it"]
+    assert data["notes"] == ["--kernel norm.add_rms=… is unused: the model does not need it"]
 
 
 def test_the_card_names_what_matters() -> None:

@@ -51,6 +51,8 @@ def test_rl_bitwise_takes_every_tight_value() -> None:
     assert numerics.traits == {
         "moe.experts": {"combine_order": "slot"},
         "attention.sparse_paged": {"slot_order": "sorted"},
+        "sampling.logprobs": {"block_order": "aok_tree"},
+        "sampling.block_sumexp": {"block_order": "aok_tree"},
     }
     assert numerics.trainer == "megatron"
 
@@ -59,6 +61,7 @@ def test_the_transformers_trainer_differs_in_one_switch() -> None:
     numerics = resolve("rl-bitwise", "transformers").numerics
     assert numerics.switches == TIGHT | {"logprob_order": "torch"}
     assert numerics.reasons["logprob_order"] == "required by trainer transformers"
+    assert "sampling.logprobs" not in numerics.traits
 
 
 @pytest.mark.parametrize("name", SWITCHES)

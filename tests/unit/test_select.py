@@ -164,10 +164,16 @@ def test_a_pin_that_names_no_kernel_of_the_operator_is_refused() -> None:
     assert problem.summary == "--kernel gemm.linear=ours.norm: that kernel serves norm.rms"
 
 
+def test_a_pin_of_an_unknown_operator_is_refused() -> None:
+    (problem,) = run([LINEAR], spec("a"), pins=Pins({"gemm.liner": "a"})).problems
+    assert problem.summary == "--kernel gemm.liner=a: there is no operator gemm.liner"
+    assert problem.remedy == "did you mean gemm.linear?"
+
+
 def test_an_unused_pin_is_noted() -> None:
-    selection = run([LINEAR], spec("a"), pins=Pins({"moe.experts": "b"}))
+    selection = run([LINEAR], spec("a"), pins=Pins({"norm.add_rms": "b"}))
     assert selection.problems == ()
-    assert selection.unused_pins == ("moe.experts",)
+    assert selection.unused_pins == ("norm.add_rms",)
 
 
 def test_a_solution_narrows_the_choice() -> None:
@@ -273,6 +279,8 @@ def test_a_refusal_names_the_distribution_that_would_supply_the_kernel() -> None
         "install a distribution that offers such a kernel, or use --numerics auto, which promises nothing"
     )
     quantised = Need.of("gemm.linear", dtypes=BF16, traits={"weight_format": "fp8"})
+    torch_sum = Need.of("sampling.logprobs", dtypes={}, traits={"block_order": "torch_sum"})
+    assert remedy(torch_sum) == "install a distribution that offers such a kernel"
     assert remedy(quantised) == "install a distribution that offers such a kernel"
 
 

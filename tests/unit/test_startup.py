@@ -78,6 +78,28 @@ def test_rl_bitwise_without_its_kernels_names_every_operator_and_the_distributio
         assert any("lacks the required feature batch_invariant" in line for line in problem.details)
 
 
+@pytest.mark.parametrize("trainer", ["megatron", "transformers"])
+def test_rl_bitwise_is_planned_with_the_kit(model: MakeModel, trainer: str) -> None:
+    kit = f"{CORE_AND_MODELS},tokenspeed-kernels-aok"
+    found = look(model(), numerics="rl-bitwise", trainer=trainer, plugins=kit)
+    assert found.problems == ()
+    assert found.selection
+    for need, spec in found.selection.choices.items():
+        assert need.features <= spec.features
+        assert spec.distribution == "tokenspeed-kernels-aok"
+        assert spec.bit_order
+    assert found.selection.links == {"kv_layout": "aok_pairs"}
+
+
+def test_a_trainers_own_shards_need_a_kernel_that_adds_as_it_does(model: MakeModel) -> None:
+    kit = f"{CORE_AND_MODELS},tokenspeed-kernels-aok"
+    found = look(model(), numerics="rl-bitwise", trainer="megatron,vocab-shards=2", plugins=kit)
+    (problem,) = found.problems
+    assert "sampling.logprobs" in problem.summary
+    assert "block_order=torch_sum" in problem.summary
+    assert any("declares block_order=aok_tree, and torch_sum is required" in line for line in problem.details)
+
+
 def test_the_engines_own_operators_need_the_feature_too(model: MakeModel) -> None:
     found = look(model(), numerics="rl-bitwise")
     assert found.selection

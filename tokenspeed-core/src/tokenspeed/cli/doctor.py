@@ -49,7 +49,7 @@ def doctor(as_json: bool) -> None:
     if as_json:
         print_json(report)
     else:
-        print_table(("what", "value"), list(_rows(report)))
+        print_table(("what", "value"), list(_rows(report)), wrapped=("value",))
     if broken or any(r.status in ("broken", "clash") for r in host.reports) or "error" in torch:
         raise click.exceptions.Exit(1)
 

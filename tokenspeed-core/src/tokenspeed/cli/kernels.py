@@ -38,7 +38,7 @@ def kernels(operator: str | None, names: str | None, as_json: bool) -> None:
         "features and traits",
         "bit order",
     )
-    print_table(columns, [_row(spec) for spec in specs])
+    print_table(columns, [_row(spec) for spec in specs], wrapped=("dtypes", "features and traits"))
     if registry.unavailable:
         click.echo("\nNot considered:")
         for report in registry.unavailable:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -35,14 +35,14 @@ def print_rich(*parts: RenderableType) -> None:
         out.print(part)
 
 
-def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """A plain table."""
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, wrapped: Collection[str] = ()) -> None:
+    """A plain table. Only cells of the columns in `wrapped` are broken over several lines where space is short."""
     from rich.table import Table
     from rich.text import Text
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
-        table.add_column(column, overflow="fold")
+        table.add_column(column, overflow="fold", no_wrap=column not in wrapped)
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
     print_rich(table)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from tokenspeed.kernels.spec import BATCH_INVARIANT, Need
+from tokenspeed.kernels.spec import BATCH_INVARIANT, Need, TraitValue
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class KnownDistribution:
     """A published distribution: what to type to install it, and what it is good for.
 
     `operators` are operator families (`gemm`, `attention`); `devices` where its kernels run; `features` what its
-    kernels declare, and `traits` the names of traits that they declare beside `kv_layout`.
+    kernels declare, and `traits` the trait values that they declare beside `kv_layout`.
     """
 
     name: str
@@ -25,7 +25,7 @@ class KnownDistribution:
     operators: frozenset[str] = frozenset()
     devices: frozenset[str] = frozenset()
     features: frozenset[str] = frozenset()
-    traits: frozenset[str] = frozenset()
+    traits: frozenset[tuple[str, TraitValue]] = frozenset()
 
 
 KNOWN_DISTRIBUTIONS = (
@@ -37,7 +37,7 @@ KNOWN_DISTRIBUTIONS = (
         ),
         devices=frozenset({"cpu", "cuda"}),
         features=frozenset({BATCH_INVARIANT}),
-        traits=frozenset({"combine_order", "slot_order"}),
+        traits=frozenset({("combine_order", "slot"), ("slot_order", "sorted"), ("block_order", "aok_tree")}),
     ),
     KnownDistribution(
         "tokenspeed-kernels-flashinfer",
@@ -71,5 +71,5 @@ def _publishes(known: KnownDistribution, need: Need, device: str) -> bool:
         need.operator.partition(".")[0] in known.operators
         and device in known.devices
         and need.features <= known.features
-        and {name for name, _ in need.traits} <= known.traits
+        and known.traits.issuperset(need.traits)
     )

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from tokenspeed.errors import Problem
 from tokenspeed.kernels.known import may_serve, suppliers
+from tokenspeed.kernels.operators import OPERATORS
 from tokenspeed.kernels.registry import KernelRegistry
 from tokenspeed.kernels.spec import Need, Verdict
 from tokenspeed.machine import Machine
@@ -31,6 +32,17 @@ def missing_kernels(
                 *(candidates or [f"no usable plugin offers a kernel for {need.operator}"]),
             ),
             _remedy(need, registry, machine),
+        )
+
+
+def unknown_pins(pins: Mapping[str, str]) -> Iterator[Problem]:
+    """Pins of operators that do not exist."""
+    for operator in pins.keys() - OPERATORS.keys():
+        near = difflib.get_close_matches(operator, OPERATORS, n=1)
+        yield Problem(
+            "pin",
+            f"--kernel {operator}={pins[operator]}: there is no operator {operator}",
+            remedy=f"did you mean {near[0]}?" if near else f"the operators are {', '.join(OPERATORS)}",
         )
 
 

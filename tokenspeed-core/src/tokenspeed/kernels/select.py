@@ -16,7 +16,7 @@ from types import MappingProxyType
 
 from tokenspeed.errors import Problem
 from tokenspeed.kernels.operators import OPERATORS
-from tokenspeed.kernels.refusals import link_problem, missing_kernels, pin_problems, unavailable_plugins
+from tokenspeed.kernels.refusals import link_problem, missing_kernels, pin_problems, unavailable_plugins, unknown_pins
 from tokenspeed.kernels.registry import KernelRegistry
 from tokenspeed.kernels.spec import KernelSpec, Need, Priority, TraitValue, Verdict
 from tokenspeed.machine import Machine
@@ -73,12 +73,13 @@ def select(needs: Iterable[Need], registry: KernelRegistry, machine: Machine, pi
         MappingProxyType(verdicts),
         MappingProxyType(links),
         (
+            *unknown_pins(pins.kernels),
             *pin_problems(pinned, verdicts, registry, pins.kernels),
             *missing_kernels(missing, verdicts, registry, machine),
             *(link_problem(link, group, verdicts) for link, group in unlinked.items()),
             *unavailable_plugins(unserved, registry, machine),
         ),
-        tuple(sorted(pins.kernels.keys() - {need.operator for need in table})),
+        tuple(sorted((pins.kernels.keys() & OPERATORS.keys()) - {need.operator for need in table})),
     )
 
 

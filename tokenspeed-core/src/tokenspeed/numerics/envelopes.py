@@ -33,16 +33,17 @@ class Envelope:
 class TrainerProfile:
     """The order of operations of one training framework.
 
-    `tight` gives the values of the trainer switches. `logprob_block` is the width of a vocabulary block in `megatron`
-    order; with `accepts_vocab_shards` the user may give the trainer's number of vocabulary shards instead, and then
-    `shard_block_order` is the order of additions that a kernel must declare for the inside of a block. `distribution`
-    and `version` are filled by the host.
+    `tight` gives the values of the trainer switches. Under `megatron` logprob order `logprob_block` is the width of a
+    vocabulary block and `block_order` the order of additions inside it, which a kernel must declare as a trait. With
+    `accepts_vocab_shards` the user may give the trainer's number of vocabulary shards instead; `shard_block_order` is
+    then the order inside. `distribution` and `version` are filled by the host.
     """
 
     name: str
     meaning: str
     tight: Mapping[str, str]
     logprob_block: int = LOGPROB_BLOCK
+    block_order: str = "aok_tree"
     accepts_vocab_shards: bool = False
     shard_block_order: str = "torch_sum"
     distribution: str = ""
@@ -135,6 +136,11 @@ class Trainer:
         """As the user writes it."""
         shards = "" if self.vocab_shards is None else f",vocab-shards={self.vocab_shards}"
         return self.profile.name + shards
+
+    @property
+    def block_order(self) -> str:
+        """The order of additions that a kernel must declare for the inside of a block of `megatron` order."""
+        return self.profile.block_order if self.vocab_shards is None else self.profile.shard_block_order
 
     def logprob_block(self, vocab_size: int) -> int:
         """Vocabulary entries in a block of `megatron` order for a model with `vocab_size` entries."""

@@ -235,8 +235,8 @@ def _traits(values: Mapping[str, str], trainer: Trainer | None) -> Mapping[str, 
         traits["moe.experts"] = MappingProxyType({"combine_order": "slot"})
     if values["dsa_slot_order"] == "sorted":
         traits["attention.sparse_paged"] = MappingProxyType({"slot_order": "sorted"})
-    if trainer and trainer.vocab_shards is not None and values["logprob_order"] == "megatron":
-        # The trainer sums each shard with torch.sum, so a claim of alignment must name that order.
-        order = MappingProxyType({"block_order": trainer.profile.shard_block_order})
+    if trainer and values["logprob_order"] == "megatron":
+        # A claim of alignment must name the order inside a block too: the kit's, or the trainer's own torch.sum.
+        order = MappingProxyType({"block_order": trainer.block_order})
         traits["sampling.logprobs"] = traits["sampling.block_sumexp"] = order
     return MappingProxyType(traits)
