@@ -64,8 +64,8 @@ def serve(config: EngineConfig) -> None:
         say=lambda text: out.print(text, highlight=False, markup=False),
     )
     server.run(sockets=[listener.sock])
-    if service.client.dead is not None and not service.draining:
-        raise service.client.dead
+    if service.client.failure is not None:
+        raise service.client.failure
     out.print("stopped", highlight=False)
 
 

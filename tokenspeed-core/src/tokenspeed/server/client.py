@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -17,6 +18,8 @@ from tokenspeed.engine import wire
 from tokenspeed.engine.process import EngineProcess
 from tokenspeed.engine.request import Request, TokenUpdate
 from tokenspeed.errors import ContextOverflow, EngineDead, RequestError
+
+_log = logging.getLogger("tokenspeed.server")
 
 
 class SampleStream:
@@ -99,13 +102,14 @@ def merge(updates: list[TokenUpdate]) -> TokenUpdate:
 class EngineClient:
     """Many concurrent callers in one event loop, one engine process.
 
-    `dead` is the reason once the engine has ended. `in_flight` counts the samples that have not finished.
+    `dead` is the reason once the engine has ended or the client is closed, `failure` the reason when the engine ended
+    by itself. `in_flight` counts the samples that have not finished.
     """
 
     def __init__(self, process: EngineProcess, info: wire.EngineInfo) -> None:
         self.info = info
         self.dead: EngineDead | None = None
-        self.died = asyncio.Event()
+        self.failure: EngineDead | None = None
         self._process = process
         self._numbers = itertools.count()
         self._streams: dict[str, SampleStream] = {}
@@ -202,9 +206,9 @@ class EngineClient:
                     self._dispatch(message)
         except (OSError, asyncio.IncompleteReadError):
             how = await asyncio.to_thread(self._process.how_it_ended)
-            self._die(f"the engine process ended ({how})" + (f":\n{reason}" if reason else ""))
+            self._fail(f"the engine process ended ({how})" + (f":\n{reason}" if reason else ""))
         except Exception as error:  # a message that this version does not understand: nobody may be left waiting
-            self._die(f"the engine's pipe is broken: {error!r}")
+            self._fail(f"the engine's pipe is broken: {error!r}")
 
     def _dispatch(self, message: wire.FromEngine) -> None:
         match message:
@@ -234,6 +238,11 @@ class EngineClient:
             del self._streams[update.id]
         stream.deliver(update)
 
+    def _fail(self, reason: str) -> None:
+        self._die(reason)
+        self.failure = self.dead
+        _log.error("EngineDead: %s", reason)
+
     def _die(self, reason: str) -> None:
         if self.dead is not None:
             return
@@ -244,4 +253,3 @@ class EngineClient:
         for future in self._calls.values():
             if not future.done():
                 future.set_exception(self.dead)
-        self.died.set()
