@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -82,3 +82,12 @@ def tiny_llama(make_checkpoint: MakeCheckpoint) -> Path:
 def tiny_qwen2(make_checkpoint: MakeCheckpoint) -> Path:
     """A random bf16 Qwen2, not tied."""
     return make_checkpoint("Qwen2", dtype=torch.bfloat16, tie_word_embeddings=False)
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Run torch on one thread: on small tensors a second one costs far more in waiting than it computes."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -21,6 +21,8 @@ from tokenspeed.models.registry import ModelRegistry, model_class
 from tokenspeed.testing.models import PagedModel, load_model
 from tokenspeed_models.plugin import tokenspeed_models
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 TOLERANCE = 1e-5
 REGISTRY = ModelRegistry(tokenspeed_models())
 

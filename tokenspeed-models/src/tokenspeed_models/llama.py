@@ -22,8 +22,8 @@ class LlamaForCausalLM(DenseCausalLM):
         shape = read_dense(fields, max_positions=2048)
         attention_bias = fields.flag("attention_bias", False)
         mlp_bias = fields.flag("mlp_bias", False)
-        if any(shape.windows):
-            fields.refuse("sliding_window", "Llama has no sliding window")
+        if config.get("sliding_window") is not None:
+            fields.refuse("sliding_window", "every layer of a Llama sees all keys")
         fields.check()
 
         rotary = RotaryEmbedding(ctx, shape.rope, shape.head_dim, shape.max_positions)

@@ -10,7 +10,7 @@ from tokenspeed.layers.context import LayerContext
 from tokenspeed.layers.decoder import DecoderLayer
 from tokenspeed.layers.mlp import GatedMLP
 from tokenspeed.layers.rope import RotaryEmbedding
-from tokenspeed.models.config import ConfigFields, read_dense
+from tokenspeed.models.config import ConfigFields, read_dense, read_windows
 from tokenspeed.models.dense import DenseCausalLM
 
 
@@ -22,6 +22,7 @@ class Qwen2ForCausalLM(DenseCausalLM):
         shape = read_dense(fields)
         if config.get("dual_chunk_attention_config"):
             fields.refuse("dual_chunk_attention_config", "remove it to run with ordinary attention")
+        windows = read_windows(fields, shape.num_layers)
         fields.check()
 
         rotary = RotaryEmbedding(ctx, shape.rope, shape.head_dim, shape.max_positions)
@@ -35,7 +36,7 @@ class Qwen2ForCausalLM(DenseCausalLM):
                 num_kv_heads=shape.num_kv_heads,
                 head_dim=shape.head_dim,
                 rotary=rotary,
-                window=shape.windows[layer],
+                window=windows[layer],
                 qkv_bias=True,
             )
             mlp = GatedMLP(ctx, shape.hidden_size, shape.intermediate_size)

@@ -10,7 +10,7 @@ from tokenspeed.layers.context import LayerContext
 from tokenspeed.layers.decoder import DecoderLayer
 from tokenspeed.layers.mlp import GatedMLP
 from tokenspeed.layers.rope import RotaryEmbedding
-from tokenspeed.models.config import ConfigFields, read_dense
+from tokenspeed.models.config import ConfigFields, read_dense, read_windows
 from tokenspeed.models.dense import DenseCausalLM
 
 
@@ -21,6 +21,7 @@ class Qwen3ForCausalLM(DenseCausalLM):
         fields = ConfigFields(config)
         shape = read_dense(fields, head_dim=128)
         attention_bias = fields.flag("attention_bias", False)
+        windows = read_windows(fields, shape.num_layers)
         fields.check()
 
         rotary = RotaryEmbedding(ctx, shape.rope, shape.head_dim, shape.max_positions)
@@ -34,7 +35,7 @@ class Qwen3ForCausalLM(DenseCausalLM):
                 num_kv_heads=shape.num_kv_heads,
                 head_dim=shape.head_dim,
                 rotary=rotary,
-                window=shape.windows[layer],
+                window=windows[layer],
                 qkv_bias=attention_bias,
                 output_bias=attention_bias,
                 qk_norm_eps=shape.rms_norm_eps,

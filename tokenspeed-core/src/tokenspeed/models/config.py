@@ -72,7 +72,7 @@ class ConfigFields:
 
 @dataclass(frozen=True)
 class DenseConfig:
-    """Shape of a dense decoder of the Llama family. `windows` gives each layer's attention window, 0 for all keys."""
+    """Shape of a dense decoder of the Llama family; `max_positions` is its longest context in tokens."""
 
     vocab_size: int
     hidden_size: int
@@ -85,7 +85,6 @@ class DenseConfig:
     tied: bool
     max_positions: int
     rope: RopeScaling
-    windows: tuple[int, ...]
 
 
 def read_dense(fields: ConfigFields, *, head_dim: int | None = None, max_positions: int = 32768) -> DenseConfig:
@@ -106,7 +105,6 @@ def read_dense(fields: ConfigFields, *, head_dim: int | None = None, max_positio
     if fields.config.get("quantization_config"):
         method = fields.config["quantization_config"].get("quant_method", "unknown")
         fields.faults.append(f"the checkpoint is quantised ({method}), and no installed model reads that format")
-    num_layers = fields.positive_int("num_hidden_layers")
     positions = fields.positive_int("max_position_embeddings", max_positions)
     heads = fields.positive_int("head_dim", head_dim or max(hidden_size // num_heads, 1))
     if heads % 2:
@@ -119,7 +117,7 @@ def read_dense(fields: ConfigFields, *, head_dim: int | None = None, max_positio
         vocab_size=fields.positive_int("vocab_size"),
         hidden_size=hidden_size,
         intermediate_size=fields.positive_int("intermediate_size"),
-        num_layers=num_layers,
+        num_layers=fields.positive_int("num_hidden_layers"),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=heads,
@@ -127,22 +125,20 @@ def read_dense(fields: ConfigFields, *, head_dim: int | None = None, max_positio
         tied=fields.flag("tie_word_embeddings", False),
         max_positions=positions,
         rope=rope,
-        windows=read_windows(fields, num_layers),
     )
 
 
 def read_windows(fields: ConfigFields, num_layers: int) -> tuple[int, ...]:
-    """Each layer's attention window from `layer_types`, or from `max_window_layers` in files without them."""
-    types: Any = fields.config.get("layer_types")
-    if not fields.flag("use_sliding_window", fields.config.get("sliding_window") is not None):
-        if types is not None and set(types) != {"full_attention"}:
-            fields.refuse("layer_types", "use_sliding_window is off, so every layer must be full_attention")
-        return (0,) * num_layers
-    window = fields.positive_int("sliding_window", 4096)
-    if types is None:
-        first = fields.positive_int("max_window_layers", 28) if fields.config.get("max_window_layers") != 0 else 0
+    """Each layer's attention window (0: all keys), as Qwen states it: by layer, or from `max_window_layers` upwards."""
+    kinds: Any = fields.config.get("layer_types")
+    used = fields.flag("use_sliding_window", False)
+    window = fields.positive_int("sliding_window", 4096) if used else 0
+    if kinds is None:
+        first = fields.config.get("max_window_layers", 28)
         return tuple(window if layer >= first else 0 for layer in range(num_layers))
-    if len(types) != num_layers or not set(types) <= {"full_attention", "sliding_attention"}:
+    if len(kinds) != num_layers or not set(kinds) <= {"full_attention", "sliding_attention"}:
         fields.refuse("layer_types", f"expected {num_layers} entries, each full_attention or sliding_attention")
         return (0,) * num_layers
-    return tuple(window if kind == "sliding_attention" else 0 for kind in types)
+    if not used and "sliding_attention" in kinds:
+        fields.refuse("layer_types", "use_sliding_window is off, so every layer must be full_attention")
+    return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)

@@ -1,0 +1,258 @@
+"""Reading checkpoints: what is wrong is named, all of it, and nothing is loaded halfway."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tokenspeed.errors import CheckpointError
+from tokenspeed.layers.context import LayerContext
+from tokenspeed.loading.checkpoint import Checkpoint
+from tokenspeed.models.base import CausalLM
+from tokenspeed.testing.models import bind_kernels
+from tokenspeed_models.qwen3 import Qwen3ForCausalLM
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def build(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32) -> CausalLM:
+    ctx = LayerContext(dtype)
+    model = Qwen3ForCausalLM(checkpoint.config, ctx)
+    bind_kernels(ctx)
+    return model
+
+
+@pytest.fixture
+def folder(tiny_qwen3: Path, tmp_path: Path) -> Path:
+    """A copy that a test may damage."""
+    return Path(shutil.copytree(tiny_qwen3, tmp_path / "model"))
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def edit_config(folder: Path, **fields: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **fields}))
+
+
+def load(folder: Path) -> CausalLM:
+    checkpoint = Checkpoint(folder)
+    model = build(checkpoint)
+    checkpoint.load(model)
+    return model
+
+
+def refusal(folder: Path) -> str:
+    with pytest.raises(CheckpointError) as error:
+        load(folder)
+    return str(error.value)
+
+
+def test_every_weight_arrives(folder: Path) -> None:
+    """Progress ends at the total; merged weights hold their parts in order."""
+    checkpoint = Checkpoint(folder)
+    model = build(checkpoint)
+    heard: list[tuple[int, int]] = []
+    checkpoint.load(model, progress=lambda done, total: heard.append((done, total)))
+    stored = load_file(folder / "model.safetensors")
+    assert heard[-1] == (sum(t.nbytes for t in stored.values()),) * 2
+    assert [done for done, _ in heard] == sorted(done for done, _ in heard)
+    attention = "model.layers.1.self_attn"
+    merged = torch.cat([stored[f"{attention}.{part}_proj.weight"] for part in "qkv"])
+    assert torch.equal(model.get_submodule(f"{attention}.qkv_proj").packed, merged)  # type: ignore[arg-type]
+
+
+def test_missing_unexpected_and_misshaped_tensors_are_reported_together(folder: Path) -> None:
+    def damage(tensors: dict[str, torch.Tensor]) -> None:
+        del tensors["model.norm.weight"], tensors["model.layers.0.self_attn.k_proj.weight"]
+        tensors["model.layers.9.mlp.up_proj.weight"] = torch.zeros(2)
+        tensors["model.layers.1.mlp.gate_proj.weight"] = torch.zeros(7, 96)
+        tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].to(torch.float64)
+
+    rewrite(folder, damage)
+    message = refusal(folder)
+    for words in (
+        "missing (2):",
+        "model.norm.weight",
+        "model.layers.0.self_attn.k_proj.weight",
+        "unexpected (1):",
+        "model.layers.9.mlp.up_proj.weight",
+        "mis-shaped (1):",
+        "model.layers.1.mlp.gate_proj.weight is [7, 96], the model wants [160, 96]",
+        "unreadable (1):",
+        "model.embed_tokens.weight is F64",
+        str(folder),
+    ):
+        assert words in message
+
+
+def test_a_long_list_is_counted(folder: Path) -> None:
+    rewrite(folder, dict.clear)
+    message = refusal(folder)
+    assert "missing (35)" in message
+    assert "and 15 more" in message
+
+
+def test_a_tied_checkpoint_may_carry_the_head_too(folder: Path) -> None:
+    rewrite(folder, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(320, 96)}))
+    model = load(folder)
+    stored = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+    assert torch.equal(model.get_submodule("lm_head").packed, stored)  # type: ignore[arg-type]
+
+
+def test_an_untied_checkpoint_must_carry_the_head(folder: Path) -> None:
+    edit_config(folder, tie_word_embeddings=False)
+    assert "lm_head.weight" in refusal(folder)
+
+
+def test_pickles_are_refused(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"\x80\x04.")
+    message = refusal(folder)
+    assert "pickle" in message
+    assert "pytorch_model.bin" in message
+    assert "safetensors" in message
+
+
+def test_no_weights_at_all(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    assert "neither model.safetensors nor model.safetensors.index.json" in refusal(folder)
+
+
+@pytest.mark.parametrize("keep", [0, 5, 100, -1, -1000])
+def test_truncated_files(folder: Path, keep: int) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:keep])
+    message = refusal(folder)
+    assert "truncated or corrupt" in message
+    assert str(path) in message
+
+
+def test_a_corrupt_header(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[20:40] = b"\xff" * 20
+    path.write_bytes(data)
+    assert "truncated or corrupt" in refusal(folder)
+
+
+def shard(folder: Path) -> dict[str, str]:
+    """Split the one file of `folder` in two; the index's weight map."""
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = sorted(tensors)
+    files = {name: f"model-{1 + (i % 2)}.safetensors" for i, name in enumerate(names)}
+    for file in set(files.values()):
+        save_file({name: tensors[name] for name in names if files[name] == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    return files
+
+
+def test_shards_that_split_a_merged_weight(folder: Path) -> None:
+    whole = load(folder)
+    shard(folder)
+    split = load(folder)
+    for (name, one), (_, other) in zip(whole.weight_layers(), split.weight_layers(), strict=True):
+        packed = getattr(one, "packed", None)
+        if packed is not None:
+            assert torch.equal(packed, other.packed), name  # type: ignore[arg-type]
+
+
+def test_a_missing_shard(folder: Path) -> None:
+    shard(folder)
+    (folder / "model-2.safetensors").unlink()
+    message = refusal(folder)
+    assert "model-2.safetensors" in message
+    assert "not here" in message
+
+
+def test_an_index_may_not_point_outside(folder: Path) -> None:
+    files = shard(folder)
+    shutil.move(folder / "model-2.safetensors", folder.parent / "model-2.safetensors")
+    moved = {name: file.replace("model-2", "../model-2") for name, file in files.items()}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": moved}))
+    assert "not here" in refusal(folder)
+
+
+def test_a_tensor_in_two_shards(folder: Path) -> None:
+    shard(folder)
+    shutil.copy(folder / "model-1.safetensors", folder / "model-2.safetensors")
+    assert "is in both" in refusal(folder)
+
+
+@pytest.mark.parametrize("index", ["[]", "{}", '{"weight_map": {"a": 1}}', "{"])
+def test_a_malformed_index(folder: Path, index: str) -> None:
+    (folder / "model.safetensors.index.json").write_text(index)
+    assert "model.safetensors.index.json" in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"), [("{", "not valid JSON"), ("[1]", "JSON object, not list"), (None, "cannot be read")]
+)
+def test_malformed_configs(folder: Path, text: str | None, words: str) -> None:
+    (folder / "config.json").unlink()
+    if text is not None:
+        (folder / "config.json").write_text(text)
+    message = refusal(folder)
+    assert words in message
+    assert "config.json" in message
+
+
+@pytest.mark.parametrize("architectures", [None, [], ["A", "B"], "Qwen3ForCausalLM"])
+def test_architectures(folder: Path, architectures: object) -> None:
+    edit_config(folder, architectures=architectures)
+    with pytest.raises(CheckpointError, match="should name one architecture"):
+        _ = Checkpoint(folder).architecture
+
+
+def test_dtypes(folder: Path) -> None:
+    assert Checkpoint(folder).dtype == torch.float32
+    edit_config(folder, dtype=None, torch_dtype="bfloat16")
+    assert Checkpoint(folder).dtype == torch.bfloat16
+    edit_config(folder, dtype="float8_e4m3fn")
+    with pytest.raises(CheckpointError, match="float8_e4m3fn"):
+        _ = Checkpoint(folder).dtype
+
+
+@pytest.mark.parametrize(
+    ("in_generation", "in_config", "expected"), [([5, 7], 1, {5, 7}), (None, 3, {3}), (None, None, set()), (0, 4, {0})]
+)
+def test_eos_token_ids(folder: Path, in_generation: object, in_config: object, expected: set[int]) -> None:
+    edit_config(folder, eos_token_id=in_config)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": in_generation}))
+    assert Checkpoint(folder).eos_token_ids == expected
+
+
+def test_a_malformed_eos_token(folder: Path) -> None:
+    (folder / "generation_config.json").write_text('{"eos_token_id": "</s>"}')
+    with pytest.raises(CheckpointError, match="</s>"):
+        _ = Checkpoint(folder).eos_token_ids
+
+
+def test_one_layer_at_a_time_is_packed_and_its_original_freed(folder: Path) -> None:
+    """While loading, at most a layer's worth of unpacked weights exists: what is not packed yet has no memory."""
+    checkpoint = Checkpoint(folder)
+    model = build(checkpoint)
+    most = 0
+
+    def watch(done: int, total: int) -> None:
+        nonlocal most
+        del done, total
+        allocated = [p.nbytes for p in model.parameters() if not p.is_meta and p.dim() > 1]
+        most = max(most, sum(allocated))
+
+    checkpoint.load(model, progress=watch)
+    largest = max(stored.num_bytes for stored in checkpoint.tensors.values())
+    assert 0 < most <= 4 * largest < sum(stored.num_bytes for stored in checkpoint.tensors.values()) / 2
+    assert not [name for name, p in model.named_parameters() if p.dim() > 1]

@@ -1,0 +1,74 @@
+"""Rotary tables have the bits that transformers' have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from tokenspeed.layers.rope import cos_sin_table, inverse_frequencies
+from tokenspeed.models.config import ConfigFields
+from tokenspeed.models.rope_config import read_rope
+
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+CASES: dict[str, dict[str, Any]] = {
+    "default": {"rope_type": "default", "rope_theta": 1e6},
+    "linear": {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0},
+    "llama3": {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, **LLAMA3},
+    "yarn": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32768},
+    "yarn-without-truncation": {
+        "rope_type": "yarn",
+        "rope_theta": 1.5e5,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "truncate": False,
+        "beta_fast": 20.0,
+        "beta_slow": 1.5,
+    },
+    "yarn-with-mscale": {
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 40.0,
+        "original_max_position_embeddings": 4096,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.8,
+    },
+    "yarn-with-attention-factor": {
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 4.0,
+        "original_max_position_embeddings": 4096,
+        "attention_factor": 1.25,
+    },
+}
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 80])
+@pytest.mark.parametrize("case", CASES)
+def test_tables_equal_those_of_transformers(case: str, head_dim: int) -> None:
+    config = transformers.LlamaConfig(
+        hidden_size=4 * head_dim,
+        num_attention_heads=4,
+        max_position_embeddings=131072,
+        rope_parameters=dict(CASES[case]),
+    )
+    theirs = LlamaRotaryEmbedding(config)
+    fields = ConfigFields({"rope_parameters": CASES[case]})
+    scaling = read_rope(fields, 131072)
+    fields.check()
+    assert torch.equal(inverse_frequencies(scaling, head_dim), theirs.inv_freq)
+    cos, sin = theirs(torch.empty(0), torch.arange(3000).unsqueeze(0))
+    half = head_dim // 2
+    assert torch.equal(cos_sin_table(scaling, head_dim, 3000), torch.cat((cos[0, :, :half], sin[0, :, :half]), -1))
+
+
+def test_the_scalings_differ() -> None:
+    """Negative control: a scaling that was ignored would equal another."""
+    tables = []
+    for rope in CASES.values():
+        scaling = read_rope(ConfigFields({"rope_parameters": {**rope, "rope_theta": 1e4}}), 131072)
+        tables.append(cos_sin_table(scaling, 64, 50))
+    assert not any(torch.equal(a, b) for i, a in enumerate(tables) for b in tables[:i])
