@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from tokenspeed.errors import ConfigError
 
@@ -60,7 +61,7 @@ def installed_libraries() -> Mapping[str, str]:
 def read_machine(device: str = "cpu") -> Machine:
     """Read this computer. Raises ConfigError when `device` is `cuda` and torch sees no GPU."""
     flags, name = _cpu_flags()
-    common = {
+    common: dict[str, Any] = {
         "isa": flags,
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         "memory_bytes": _memory_bytes(),
