@@ -19,7 +19,20 @@ from tokenspeed.machine import Machine, read_machine
 from tokenspeed.numerics.plan import machine_dict
 from tokenspeed.plugins import PluginHost, load_plugins
 
-_PREFIXES = ("TOKENSPEED_", "OMP_", "GOMP_", "KMP_", "MKL_", "CUDA_", "NCCL_", "TORCH", "PYTORCH", "HF_", "LD_PRELOAD")
+_PREFIXES = (
+    "TOKENSPEED_",
+    "AOK_",
+    "OMP_",
+    "GOMP_",
+    "KMP_",
+    "MKL_",
+    "CUDA_",
+    "NCCL_",
+    "TORCH",
+    "PYTORCH",
+    "HF_",
+    "LD_PRELOAD",
+)
 _SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 _DISTRIBUTIONS = ("torch", "numpy", "triton", "safetensors", "tokenizers", "transformers", "msgspec", "fastapi")
 

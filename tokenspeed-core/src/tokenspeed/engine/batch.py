@@ -12,7 +12,7 @@ class ForwardBatch:
     """Inputs of one forward pass; the scheduler fills it, layers only read it.
 
     `token_ids`, `positions`, `slots`: int64[T]. `query_starts`: int32[B+1]. `context_lens`: int32[B], this pass's
-    tokens included. `page_tables`: int32[B, W]. `logits_rows`: int64[R], rows of the flat batch whose logits are wanted.
+    tokens included. `page_tables`: int32[B, W]. `logits_rows`: int64[R], rows of the flat batch that need logits.
     `kv_caches`: for each layer the pair (k_cache, v_cache), each [P, 16, Hkv, D] with the kernel's own inner layout.
     """
 

@@ -16,8 +16,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """How to continue one prompt. Field names and defaults follow vLLM's `SamplingParams`.
 
     `temperature` 0 is greedy. `top_k` 0 (or -1) keeps all. `seed` None draws a fresh random seed for every sample,
-    which the reply reports. `logprobs` is how many alternatives to report beside the sampled token (0: the sampled token
-    only, None: nothing, -1: the whole vocabulary); `prompt_logprobs` likewise for the prompt.
+    which the reply reports. `logprobs` is how many alternatives to report beside the sampled token (0: the sampled
+    token only, None: nothing, -1: the whole vocabulary); `prompt_logprobs` likewise for the prompt.
     """
 
     n: int = 1

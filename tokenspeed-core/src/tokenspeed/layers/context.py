@@ -1,8 +1,8 @@
 """How a layer asks for operators while it is built, and calls them when it runs.
 
-A model is built on the `meta` device first. Every layer asks its `LayerContext` for the operators that it will call; the
-context records the need and hands back an `Operation` that is not bound to a kernel yet. Selection then binds every
-operation at once, so a layer names no kernel and no vendor.
+A model is built on the `meta` device first. Every layer asks its `LayerContext` for the operators that it will call;
+the context records the need and hands back an `Operation` that is not bound to a kernel yet. Selection then binds
+every operation at once, so a layer names no kernel and no vendor.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Operation:
         return self.run(*args, **kwargs)
 
 
-def _unbound(*args: Any, **kwargs: Any) -> Any:
+def _unbound(*_args: Any, **_kwargs: Any) -> Any:
     raise RuntimeError("this operation is not bound to a kernel; bind the plan before running the model")
 
 

@@ -21,7 +21,7 @@ from tokenspeed.errors import PluginError
 
 LIBRARY_FILE = "libtokenspeed_aok.so"
 
-ISA_VARIABLE = "TOKENSPEED_AOK_ISA"
+ISA_VARIABLE = "AOK_ISA"
 """Environment variable that forces a lower instruction set, for tests; the plan shows the variant in use."""
 
 KernelCall = Callable[[bytes], None]
