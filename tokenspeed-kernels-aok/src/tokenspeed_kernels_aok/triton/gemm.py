@@ -1,0 +1,246 @@
+"""`gemm.linear` and `gemm.batched`: one persistent kernel, every output element in the same order for every M.
+
+An element is one fp32 accumulator into which the matrix unit adds K in ascending steps of one instruction; K is padded
+with zeros to the table's BLOCK_K. Bias is added in fp32 after the sum, then one rounding. There is no split-K: no
+element's sum is ever cut by the grid. Which tile of the table serves a call changes no element's order (`tiles`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from tokenspeed_kernels_aok.triton.arith import dot, narrow
+from tokenspeed_kernels_aok.triton.launch import INTERPRETED, OPTIONS, TRITON_DTYPES, Form, arch_of, multiprocessors
+from tokenspeed_kernels_aok.triton.tiles import GEMM, GEMM_FLOAT32, GemmTable, GemmTile
+
+# Tiles that share columns run side by side, this many rows of tiles at a time, so that weights are read from L2.
+_TILE_ROWS_TOGETHER = 8
+
+_SIZES = ("groups", "rows", "columns", "depth")
+
+
+@triton.jit(do_not_specialize=["groups", "rows"])
+def gemm_kernel(
+    x,
+    weight,
+    bias,
+    out,
+    groups,
+    rows,
+    columns,
+    depth,
+    x_group,
+    x_row,
+    weight_group,
+    weight_row,
+    out_group,
+    out_row,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PANELS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    STAGES: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    EMULATE: tl.constexpr,
+):
+    """out[g] = x[g] @ weight[g].T (+ bias); x and weight are descriptors (one group only) or pointers."""
+    tiles_m = tl.cdiv(rows, BLOCK_M)
+    tiles_n = tl.cdiv(columns, BLOCK_N * PANELS)
+    per_group = tiles_m * tiles_n
+    k_lane = tl.arange(0, BLOCK_K)
+    n_lane = tl.arange(0, BLOCK_N)
+    for index in tl.range(tl.program_id(0), groups * per_group, tl.num_programs(0)):
+        group = (index // per_group).to(tl.int64)
+        tile = index % per_group
+        band = tile // (TOGETHER * tiles_n)
+        band_rows = tl.minimum(tiles_m - band * TOGETHER, TOGETHER)
+        within = tile % (TOGETHER * tiles_n)
+        m0 = (band * TOGETHER + within % band_rows) * BLOCK_M
+        n0 = (within // band_rows) * (BLOCK_N * PANELS)
+        m = m0 + tl.arange(0, BLOCK_M)
+
+        totals = ()
+        for _ in tl.static_range(PANELS):
+            totals = totals + (tl.zeros((BLOCK_M, BLOCK_N), tl.float32),)
+        for k0 in tl.range(0, depth, BLOCK_K, num_stages=STAGES):
+            k = k0 + k_lane
+            if DESCRIPTORS:
+                a = x.load([m0, k0])
+            else:
+                a = tl.load(
+                    x + group * x_group + m.to(tl.int64)[:, None] * x_row + k[None, :],
+                    mask=(m < rows)[:, None] & (k < depth)[None, :],
+                    other=0.0,
+                )
+            sums = ()
+            for panel in tl.static_range(PANELS):
+                if DESCRIPTORS:
+                    b = weight.load([n0 + panel * BLOCK_N, k0])
+                else:
+                    n = n0 + panel * BLOCK_N + n_lane
+                    b = tl.load(
+                        weight + group * weight_group + n.to(tl.int64)[:, None] * weight_row + k[None, :],
+                        mask=(n < columns)[:, None] & (k < depth)[None, :],
+                        other=0.0,
+                    )
+                sums = sums + (dot(a, b.T, totals[panel], EMULATE),)
+            totals = sums
+
+        for panel in tl.static_range(PANELS):
+            n = n0 + panel * BLOCK_N + n_lane
+            total = totals[panel]
+            if HAS_BIAS:
+                total += tl.load(bias + n, mask=n < columns, other=0.0).to(tl.float32)[None, :]
+            tl.store(
+                out + group * out_group + m.to(tl.int64)[:, None] * out_row + n[None, :],
+                narrow(total, out.dtype.element_ty, EMULATE),
+                mask=(m < rows)[:, None] & (n < columns)[None, :],
+            )
+
+
+def prepare_linear(weight: torch.Tensor) -> torch.Tensor:
+    """Weight [N,K] with unit stride along K and rows a multiple of 16 bytes apart (padded when K is odd-sized)."""
+    return _rows_aligned(weight)
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x [T,K] times the transpose of weight [N,K] (from `prepare_linear`), plus bias [N]: [T,N] in x's dtype."""
+    table = table_for(arch_of(x.device), x.dtype)
+    return linear_by(table, table.choose(len(x), len(weight), multiprocessors(x.device)), x, weight, bias)
+
+
+def linear_by(
+    table: GemmTable, tile: GemmTile, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`linear` with one tile of `table`: the same bits whichever tile of the table it is."""
+    out = x.new_empty(len(x), len(weight))
+    if out.numel():
+        weight = _rows_aligned(weight)
+        _run(table, tile, _rows_aligned(x).unsqueeze(0), weight.unsqueeze(0), bias, out.unsqueeze(0))
+    return out
+
+
+def batched(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """For each group g: x[:, g] times the transpose of weight[g]; x [T,G,K], weight [G,N,K]: [T,G,N], contiguous."""
+    table = table_for(arch_of(x.device), x.dtype)
+    groups, columns, _ = weight.shape
+    return batched_by(table, table.choose(len(x), groups * columns, multiprocessors(x.device)), x, weight)
+
+
+def batched_by(table: GemmTable, tile: GemmTile, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """`batched` with one tile of `table`: the same bits whichever tile of the table it is."""
+    out = x.new_empty(len(x), *weight.shape[:2])
+    if out.numel():
+        _run(table, tile, x.transpose(0, 1), weight, None, out.transpose(0, 1))
+    return out
+
+
+def table_for(arch: str, dtype: torch.dtype) -> GemmTable:
+    """The tile table for operands of `dtype` on `arch`."""
+    return GEMM_FLOAT32 if dtype == torch.float32 else GEMM[arch]
+
+
+def _rows_aligned(matrix: torch.Tensor) -> torch.Tensor:
+    """`matrix` itself where rows start at multiples of 16 bytes (tensor descriptors need it), else a padded copy."""
+    unit = 16 // matrix.element_size()
+    if matrix.stride(-1) == 1 and matrix.stride(0) % unit == 0 and matrix.data_ptr() % 16 == 0:
+        return matrix
+    padded = matrix.new_zeros(len(matrix), -(-matrix.shape[1] // unit) * unit)
+    padded[:, : matrix.shape[1]] = matrix
+    return padded[:, : matrix.shape[1]]
+
+
+def _run(
+    table: GemmTable,
+    tile: GemmTile,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    """out [G,T,N] = x [G,T,K] @ weight [G,N,K] transposed, + bias [N]."""
+    groups, rows, depth = x.shape
+    columns = weight.shape[1]
+    descriptors = table.descriptors and groups == 1
+    tiles = groups * triton.cdiv(rows, tile.block_m) * triton.cdiv(columns, tile.columns)
+    operands: tuple[Any, Any] = (x, weight)
+    if descriptors:
+        operands = (
+            TensorDescriptor.from_tensor(x[0], [tile.block_m, table.block_k]),
+            TensorDescriptor.from_tensor(weight[0], [tile.block_n, table.block_k]),
+        )
+    gemm_kernel[(min(tiles, tile.resident * multiprocessors(out.device)),)](
+        *operands,
+        out if bias is None else bias,
+        out,
+        groups,
+        rows,
+        columns,
+        depth,
+        x.stride(0),
+        x.stride(1),
+        weight.stride(0),
+        weight.stride(1),
+        out.stride(0),
+        out.stride(1),
+        **_constants(table, tile, descriptors, bias is not None),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        **OPTIONS,
+    )
+
+
+def _constants(table: GemmTable, tile: GemmTile, descriptors: bool, has_bias: bool) -> dict[str, Any]:
+    return {
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "PANELS": tile.panels,
+        "BLOCK_K": table.block_k,
+        "TOGETHER": _TILE_ROWS_TOGETHER,
+        "STAGES": tile.num_stages,
+        "DESCRIPTORS": descriptors,
+        "HAS_BIAS": has_bias,
+        "EMULATE": INTERPRETED,
+    }
+
+
+def forms(target: str) -> Iterator[Form]:
+    """Every tile of the target's tables, with tensor descriptors where the table has them, and by pointers."""
+    for dtype in TRITON_DTYPES.values():
+        table = GEMM_FLOAT32 if dtype == "fp32" else GEMM[target]
+        for tile in table.tiles:
+            for descriptors in sorted({False, table.descriptors}):
+                yield _form(target, table, tile, dtype, descriptors)
+
+
+def _form(target: str, table: GemmTable, tile: GemmTile, dtype: str, descriptors: bool) -> Form:
+    if descriptors:
+        operands = {
+            "x": f"tensordesc<{dtype}[{tile.block_m},{table.block_k}]>",
+            "weight": f"tensordesc<{dtype}[{tile.block_n},{table.block_k}]>",
+        }
+    else:
+        operands = {"x": f"*{dtype}", "weight": f"*{dtype}"}
+    strides = ("x_group", "x_row", "weight_group", "weight_row", "out_group", "out_row")
+    pointers = {"bias": f"*{dtype}", "out": f"*{dtype}"}
+    signature = operands | pointers | dict.fromkeys(_SIZES, "i32") | dict.fromkeys(strides, "i32")
+    by_pointer = () if descriptors else ("x", "weight")
+    return Form(
+        name=f"gemm.{dtype}.{tile.block_m}x{tile.columns}.{'descriptors' if descriptors else 'pointers'}",
+        target=target,
+        kernel=gemm_kernel,
+        signature=signature,
+        constants=_constants(table, tile, descriptors, True) | {"EMULATE": False},
+        aligned=(*by_pointer, "bias", "out", "columns", "depth", *strides),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        tags=frozenset({table.instruction}),
+    )
