@@ -14,6 +14,7 @@ from tokenspeed.server.middleware import Gate
 from tokenspeed.server.service import Service
 
 _PAGE = Path(__file__).with_name("page.html")
+_PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
 
 
 def create_app(service: Service) -> FastAPI:
@@ -40,8 +41,10 @@ def create_app(service: Service) -> FastAPI:
     errors.install(app)
     app.add_middleware(Gate, service=service)
 
+    page_bytes = _PAGE.read_bytes()
+
     @app.get("/", include_in_schema=False)
     async def page() -> Response:
-        return Response(_PAGE.read_bytes(), media_type="text/html")
+        return Response(page_bytes, media_type="text/html", headers={"content-security-policy": _PAGE_POLICY})
 
     return app
