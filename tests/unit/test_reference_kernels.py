@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 
 import pytest
@@ -30,6 +31,21 @@ def test_every_operator_has_a_reference_that_promises_nothing() -> None:
     }
     assert all(spec.features == frozenset() and spec.priority == Priority.REFERENCE for spec in specs)
     assert all(spec.implementation == OPERATORS[spec.operator].reference for spec in specs)
+
+
+def test_every_reference_can_be_imported() -> None:
+    for operator in OPERATORS.values():
+        module, _, name = operator.reference.partition(":")
+        assert callable(getattr(importlib.import_module(module), name)), operator.reference
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_batched_is_linear_group_by_group(dtype: torch.dtype) -> None:
+    x, weight = randn(5, 3, 16, dtype=dtype), randn(3, 7, 16, seed=1, dtype=dtype)
+    out = gemm.batched(x, weight)
+    expected = torch.stack([gemm.linear(x[:, g], weight[g]) for g in range(3)], dim=1)
+    assert out.dtype == dtype
+    assert torch.allclose(out.float(), expected.float(), rtol=torch.finfo(dtype).eps, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -15,7 +15,8 @@ class RMSNorm(WeightLayer):
         super().__init__()
         self.eps = eps
         self.weight = self.new_weight((size,), ctx.dtype)
-        self.rms = ctx.operator("norm.rms", dtypes={"x": ctx.dtype}, facts={"hidden": size})
+        self.dtypes = {"x": ctx.dtype, "weight": ctx.dtype}
+        self.rms = ctx.operator("norm.rms", dtypes=self.dtypes, facts={"hidden": size})
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.rms(x, self.weight.data, self.eps)
@@ -32,7 +33,7 @@ class ResidualRMSNorm(RMSNorm):
     def __init__(self, ctx: LayerContext, size: int, eps: float) -> None:
         super().__init__(ctx, size, eps)
         fused = ctx.switches.get("layer_boundary_norm", "fused") == "fused"
-        self.add_rms = ctx.operator("norm.add_rms", dtypes={"x": ctx.dtype}, facts={"hidden": size}) if fused else None
+        self.add_rms = ctx.operator("norm.add_rms", dtypes=self.dtypes, facts={"hidden": size}) if fused else None
 
     def add_and_norm(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """(norm of x + residual, x + residual), each [T,H]; without a residual (the first block) x is the sum."""
