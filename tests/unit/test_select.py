@@ -260,7 +260,7 @@ def test_one_problem_for_all_shapes_of_an_operator() -> None:
         "on cpu x86_64 (avx2, fma), 1 core",
         "    needed for k=1, n=8; k=2, n=8; k=3, n=8; k=4, n=8; and 2 more",
         "    a (dist-a 1.0): rejected, lacks the required feature batch_invariant (declares no features)",
-        "    -> pip install 'tokenspeed[aok]'",
+        "    -> install tokenspeed-kernels-aok (pip install 'tokenspeed[aok]')",
     ]
 
 
@@ -269,10 +269,11 @@ def test_a_refusal_names_the_distribution_that_would_supply_the_kernel() -> None
         (problem,) = run([need], *specs, machine=machine).problems
         return problem.remedy
 
-    assert remedy(INVARIANT) == "pip install 'tokenspeed[aok]'"
+    assert remedy(INVARIANT) == "install tokenspeed-kernels-aok (pip install 'tokenspeed[aok]')"
     attention = Need.of("attention.paged", dtypes=KV)
     assert remedy(attention, named_machine("sm90")) == (
-        "pip install 'tokenspeed[aok]', or pip install 'tokenspeed[flashinfer]'"
+        "install tokenspeed-kernels-aok (pip install 'tokenspeed[aok]'), "
+        "or install tokenspeed-kernels-flashinfer (pip install 'tokenspeed[flashinfer]')"
     )
     installed = spec("aok.linear", distribution="tokenspeed-kernels-aok")
     assert remedy(INVARIANT, CPU, installed) == (

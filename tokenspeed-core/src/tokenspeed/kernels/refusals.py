@@ -120,7 +120,8 @@ def _shapes(group: Sequence[Need]) -> Iterator[str]:
 
 def _remedy(need: Need, registry: KernelRegistry, machine: Machine) -> str:
     unusable = {report.distribution for report in registry.unavailable}
-    steps = [known.install for known in suppliers(need, machine.device, registry.distributions | unusable)]
+    missing = suppliers(need, machine.device, registry.distributions | unusable)
+    steps = [f"install {known.name} ({known.install})" for known in missing]
     if any(may_serve(report.distribution, need, machine.device) for report in registry.unavailable):
         steps.append("mend the plugins named below")
     if not steps:
