@@ -218,7 +218,8 @@ class _WindowText:
         self._read = 0
 
     def push(self, token_id: int) -> str:
-        if token_id not in self._skipped:
+        # An id without a token would leave the window without context.
+        if token_id not in self._skipped and self._backend.id_to_token(token_id) is not None:
             self._window.append(token_id)
         return self._advance(final=False)
 

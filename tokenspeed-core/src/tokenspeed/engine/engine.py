@@ -209,6 +209,10 @@ class Engine:
         self._weight_version = weight_version
         self._scheduler.change_weights(weight_version)
 
+    def cache_tensors(self) -> list[torch.Tensor]:
+        """Every layer's keys, then values, for inspection; shapes as in `ForwardBatch.kv_caches`."""
+        return [tensor for side in zip(*self._cache.tensors, strict=True) for tensor in side]
+
     @torch.inference_mode()
     def _compute(self, batch: ForwardBatch, rows: StepRows) -> _Computed:
         hidden = self._runner.forward(batch)
