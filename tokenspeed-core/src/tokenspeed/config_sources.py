@@ -24,6 +24,11 @@ PREFIX = "TOKENSPEED_"
 CONFIG_VARIABLE = PREFIX + "CONFIG"
 """Names the YAML file when `--config` does not."""
 
+VARIABLES_FOR_TESTS = {
+    PREFIX + "AOK_ISA": "for tests, the aok kernels use this instruction set and not the best one",
+}
+"""Variables with our prefix that are no options. They change no promise; the plan and the certificate show them."""
+
 _ALL = {**OPTIONS, **SWITCH_OPTIONS}
 
 
@@ -84,6 +89,12 @@ def _spell_flag(name: str, value: object) -> str:
     return f"--no-{option.flag[2:]}" if option.kind == "boolean" and value is False else option.flag
 
 
+def variables_for_tests(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The testing variables that are set, with their values."""
+    environ = os.environ if environ is None else environ
+    return {name: environ[name] for name in VARIABLES_FOR_TESTS if environ.get(name)}
+
+
 def allowed_plugins(text: str | None = None) -> tuple[str, ...] | None:
     """What `--plugins` allows, for commands that read no other option: `text`, or the environment, or None for all.
 
@@ -129,7 +140,7 @@ def _from_environment(environ: Mapping[str, str], faults: list[str]) -> dict[str
     by_variable = {option.variable: option for option in _ALL.values()}
     found = {}
     for variable, value in environ.items():
-        if not variable.startswith(PREFIX) or variable == CONFIG_VARIABLE:
+        if not variable.startswith(PREFIX) or variable == CONFIG_VARIABLE or variable in VARIABLES_FOR_TESTS:
             continue
         option = by_variable.get(variable)
         if option is None:

@@ -7,7 +7,9 @@ weights and builds the engine. What a layer or kernel needs to know arrives as a
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,13 +17,15 @@ from typing import TYPE_CHECKING, Any
 
 from tokenspeed import __version__
 from tokenspeed.config import EngineConfig
+from tokenspeed.config_sources import VARIABLES_FOR_TESTS, variables_for_tests
 from tokenspeed.errors import CheckpointError, PluginError, Problem, StartRefused
 from tokenspeed.kernels.registry import KernelRegistry
 from tokenspeed.kernels.select import Pins, Selection, select
 from tokenspeed.machine import Machine, read_machine
 from tokenspeed.models.profile import ModelProfile
 from tokenspeed.models.registry import ModelRegistry, model_class
-from tokenspeed.numerics.plan import Plan, make_plan
+from tokenspeed.numerics.certificate import Certificate, certify, file_digest
+from tokenspeed.numerics.plan import Plan, machine_dict, make_plan
 from tokenspeed.numerics.resolve import ResolvedNumerics, resolve
 from tokenspeed.plugins import PluginHost, load_plugins
 from tokenspeed.sizing import Sizes, choose_sizes
@@ -33,6 +37,7 @@ if TYPE_CHECKING:
     from tokenspeed.layers.context import LayerContext
     from tokenspeed.loading.checkpoint import Checkpoint
     from tokenspeed.models.base import CausalLM
+    from tokenspeed.numerics.weights import WeightsDigest
 
 Progress = Callable[[str, int, int], None]
 """Called with (what is being done, done, in all); `in all` is 0 when it is not known."""
@@ -154,13 +159,60 @@ def launch(prepared: Prepared, progress: Progress | None = None) -> Engine:
     prepared.plan.bind(prepared.built.context.operations)
     report("loading tokenizer", 0, 0)
     tokenizer = _load_tokenizer(prepared)
-    prepared.checkpoint.load(
-        prepared.built.model,
-        device=prepared.machine.device,
-        progress=lambda done, total: report("loading weights", done, total),
-    )
+    with hashing_weights(prepared) as weights:
+        prepared.checkpoint.load(
+            prepared.built.model,
+            device=prepared.machine.device,
+            progress=lambda done, total: report("loading weights", done, total),
+        )
+        report("hashing weights", 0, 0)
+        certificate = make_certificate(prepared, weights.result())
     report("allocating KV cache", 0, 0)
-    return Engine(prepared.built.model, prepared.built.operators, tokenizer, _engine_options(prepared))
+    options = _engine_options(prepared)
+    return Engine(prepared.built.model, prepared.built.operators, tokenizer, options, certificate)
+
+
+@contextmanager
+def hashing_weights(prepared: Prepared, *, use_cache: bool = True) -> Iterator[Future[WeightsDigest]]:
+    """Hash the tensors that the model reads while the caller does something else, as loading them.
+
+    Enter it before the weights are loaded. An earlier result for the very same files is taken from the user's cache
+    unless `use_cache` is off. The result raises CheckpointError when the files change meanwhile.
+    """
+    from tokenspeed.numerics.weights import default_cache, digest_files
+
+    names = list(prepared.built.model.checkpoint_tensors())
+    files = {prepared.checkpoint.tensors[name].file for name in names}
+    with ThreadPoolExecutor(1, "tokenspeed-hash") as executor:
+        cache = default_cache() if use_cache else None
+        yield executor.submit(lambda: digest_files(files, cache=cache).only(names))
+
+
+def make_certificate(prepared: Prepared, weights: WeightsDigest) -> Certificate:
+    """The certificate of the engine that `prepared` describes; its kernels are bound and its weights loaded."""
+    from tokenspeed.numerics.weights import tensor_digest
+
+    plan, checkpoint, config = prepared.plan, prepared.checkpoint, prepared.config
+    return certify(
+        plan,
+        weights,
+        model_config=checkpoint.config,
+        eos_ids=tuple(checkpoint.eos_token_ids),
+        logprobs_mode=config.logprobs_mode,
+        vocab_size=prepared.built.model.vocab_size,
+        tables={name: tensor_digest(table) for name, table in prepared.built.model.tables()},
+        variants=plan.variants(),
+        provenance={
+            "model": config.model,
+            "machine": machine_dict(prepared.machine),
+            "threads": _threads(prepared),
+            "versions": {**plan.versions, "python": platform.python_version()},
+            "envelope": plan.numerics.envelope,
+            "trainer": plan.numerics.trainer,
+            "variables_for_tests": variables_for_tests(),
+            "tokenizer": file_digest(_tokenizer_folder(prepared) / "tokenizer.json"),
+        },
+    )
 
 
 def describe(prepared: Prepared, engine: Engine) -> EngineInfo:
@@ -178,8 +230,8 @@ def describe(prepared: Prepared, engine: Engine) -> EngineInfo:
         limits=engine.limits,
         max_num_seqs=sizes.max_num_seqs,
         kv_tokens=sizes.num_pages * PAGE_SIZE,
-        fingerprint=plan.fingerprint,
-        numerics=plan.as_dict(),
+        fingerprint=engine.fingerprint,
+        numerics={**plan.as_dict(), "certificate": engine.certificate and engine.certificate.as_dict()},
         card=as_text(plan.card()),
     )
 
@@ -323,6 +375,8 @@ def _collecting(problems: list[Problem]) -> Iterator[None]:
 
 def _notes(found: Examination, built: Built, sizes: Sizes) -> Iterator[str]:
     """What the user should see on the card although it is no reason to refuse."""
+    for variable, value in variables_for_tests().items():
+        yield f"{variable}={value} is set: {VARIABLES_FOR_TESTS[variable]}"
     yield from (report.describe() for report in found.host.reports if report.status == "broken")
     if found.config.max_model_len is None and sizes.max_model_len < built.model.max_positions:
         longest = built.model.max_positions
@@ -336,14 +390,22 @@ def _dtype_name(built: Built) -> str:
 def _set_threads(prepared: Prepared) -> None:
     import torch
 
-    torch.set_num_threads(prepared.config.threads or prepared.machine.cores)
+    torch.set_num_threads(_threads(prepared))
+
+
+def _threads(prepared: Prepared) -> int:
+    return prepared.config.threads or prepared.machine.cores
+
+
+def _tokenizer_folder(prepared: Prepared) -> Path:
+    given = prepared.config.tokenizer
+    return Path(given) if given else prepared.checkpoint.folder
 
 
 def _load_tokenizer(prepared: Prepared) -> Any:
     from tokenspeed.tokenizer import Tokenizer
 
-    given = prepared.config.tokenizer
-    return Tokenizer.from_directory(Path(given) if given else prepared.checkpoint.folder)
+    return Tokenizer.from_directory(_tokenizer_folder(prepared))
 
 
 def _engine_options(prepared: Prepared) -> Any:

@@ -37,6 +37,7 @@ def _spec(
         traits=trait_table(traits or {}),
         priority=Priority.PERFORMANT,
         bit_order=f"aok/{operator}@1",
+        variant=f"{module}.library:variant",
     )
 
 

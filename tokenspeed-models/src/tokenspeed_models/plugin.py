@@ -18,13 +18,26 @@ _SWITCHES = frozenset({"layer_boundary_norm"})
 def tokenspeed_models() -> Iterable[ModelProfile]:
     """Dense decoders, and the embedded model `tiny` (a Qwen3)."""
     return [
-        ModelProfile("LlamaForCausalLM", "tokenspeed_models.llama:LlamaForCausalLM", _VERIFIED, _SWITCHES),
-        ModelProfile("Qwen2ForCausalLM", "tokenspeed_models.qwen2:Qwen2ForCausalLM", _VERIFIED, _SWITCHES),
+        ModelProfile(
+            "LlamaForCausalLM",
+            "tokenspeed_models.llama:LlamaForCausalLM",
+            _VERIFIED,
+            _SWITCHES,
+            bit_order="tokenspeed-models/llama@1",
+        ),
+        ModelProfile(
+            "Qwen2ForCausalLM",
+            "tokenspeed_models.qwen2:Qwen2ForCausalLM",
+            _VERIFIED,
+            _SWITCHES,
+            bit_order="tokenspeed-models/qwen2@1",
+        ),
         ModelProfile(
             "Qwen3ForCausalLM",
             "tokenspeed_models.qwen3:Qwen3ForCausalLM",
             _VERIFIED,
             _SWITCHES,
             embedded=MappingProxyType({"tiny": "tokenspeed_models:tiny"}),
+            bit_order="tokenspeed-models/qwen3@1",
         ),
     ]

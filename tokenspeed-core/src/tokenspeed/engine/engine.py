@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import msgspec
@@ -30,7 +30,12 @@ from tokenspeed.engine.stopping import StopRules
 from tokenspeed.engine.text import TextStream
 from tokenspeed.engine.validation import Limits, validate
 from tokenspeed.errors import RequestError
+from tokenspeed.numerics.certificate import Certificate
+from tokenspeed.numerics.weights import WeightsDigest
 from tokenspeed.tokenizer import Tokenizer
+
+Observer = Callable[[Schedule, ForwardBatch], None]
+"""Told what a step is about to compute, for harnesses; it must change nothing."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +92,12 @@ class Engine:
     """Runs one model. `operators` are bound by the same plan as the model's own."""
 
     def __init__(
-        self, model: Model, operators: SamplingOperators, tokenizer: Tokenizer | None, options: EngineOptions
+        self,
+        model: Model,
+        operators: SamplingOperators,
+        tokenizer: Tokenizer | None,
+        options: EngineOptions,
+        certificate: Certificate | None = None,
     ) -> None:
         if options.num_pages < pages_for(options.max_model_len):
             raise ValueError(
@@ -98,6 +108,8 @@ class Engine:
             vocab_size=model.vocab_size, max_model_len=options.max_model_len, max_logprobs=options.max_logprobs
         )
         self.tokenizer = tokenizer
+        self.certificate = certificate
+        self.observer: Observer | None = None
         self._weight_version = options.weight_version
         self._cache = KVCache(
             model.kv_specs(),
@@ -134,6 +146,11 @@ class Engine:
         return bool(self._scheduler.waiting or self._scheduler.running)
 
     @property
+    def fingerprint(self) -> str:
+        """What determines the bits, in short; empty for an engine without a certificate."""
+        return "" if self.certificate is None else self.certificate.fingerprint
+
+    @property
     def weight_version(self) -> str:
         """Names the weights that compute from now on; stamped on every update."""
         return self._weight_version
@@ -165,6 +182,8 @@ class Engine:
         started = time.perf_counter()
         schedule = self._scheduler.schedule()
         batch, rows = self._runner.build(schedule)
+        if self.observer is not None:
+            self.observer(schedule, batch)
         computing = time.perf_counter()
         computed = self._compute(batch, rows)
         self._operator_seconds += time.perf_counter() - computing
@@ -204,10 +223,15 @@ class Engine:
         """Send running requests back to the queue to be recomputed; how many were running. Changes no output."""
         return self._scheduler.preempt(request_ids)
 
-    def weights_changed(self, weight_version: str) -> None:
-        """The model's weights are new: no KV of the old ones is read again, running requests are recomputed."""
+    def weights_changed(self, weight_version: str, weights: WeightsDigest | None = None) -> None:
+        """The model's weights are new: no KV of the old ones is read again, running requests are recomputed.
+
+        `weights` is their digest where it is known; the fingerprint changes in any case.
+        """
         self._weight_version = weight_version
         self._scheduler.change_weights(weight_version)
+        if self.certificate is not None:
+            self.certificate = self.certificate.with_weights(weight_version, weights)
 
     def cache_tensors(self) -> list[torch.Tensor]:
         """Every layer's keys, then values, for inspection; shapes as in `ForwardBatch.kv_caches`."""

@@ -116,6 +116,8 @@ def _target_faults(spec: KernelSpec) -> Iterator[str]:
     targets = [("implementation", spec.implementation)]
     if spec.prepare_weights is not None:
         targets.append(("prepare_weights", spec.prepare_weights))
+    if spec.variant is not None:
+        targets.append(("variant", spec.variant))
     for field, target in targets:
         if not (isinstance(target, str) and _TARGET.fullmatch(target)):
             yield f"{field} is {target!r}, not 'module:function'"

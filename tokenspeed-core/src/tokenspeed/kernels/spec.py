@@ -68,8 +68,10 @@ class KernelSpec:
     `name` is unique among all installed distributions (`aok.gemm.linear`). `implementation` and `prepare_weights` are
     `"module:function"`. A `signature` maps the operator's dtype roles to dtype names (`{"x": "bfloat16", …}`); a kernel
     may list several. `bit_order` names the published order of additions that the kernel follows, with its version
-    (`aok/gemm.linear@1`); kernels with equal bit orders give equal bits. `variant` is filled by kernels that choose
-    code at run time (an instruction set), for provenance only. `distribution` and `version` are filled by the host.
+    (`aok/gemm.linear@1`); kernels with equal bit orders give equal bits. `variant` is for kernels that choose code when
+    they are loaded: the `"module:function"` that names the choice (an instruction set), asked after the implementation
+    was imported. It is provenance, and part of what identifies the bits of a kernel without `bit_order`. `distribution`
+    and `version` are filled by the host.
     """
 
     name: str
@@ -83,6 +85,7 @@ class KernelSpec:
     traits: Mapping[str, frozenset[TraitValue]] = field(default_factory=lambda: trait_table({}))
     priority: int = Priority.PORTABLE
     bit_order: str | None = None
+    variant: str | None = None
     distribution: str = ""
     version: str = ""
 

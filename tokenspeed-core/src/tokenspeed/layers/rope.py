@@ -7,6 +7,7 @@ copied. Types of scaling: `default`, `linear` (kaiokendev), `llama3` (Llama 3.1)
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -102,6 +103,10 @@ class RotaryEmbedding(WeightLayer):
 
     def allocate(self, device: torch.device) -> None:
         self.table = cos_sin_table(self.scaling, self.head_dim, self.max_positions).to(device)
+
+    def tables(self) -> Iterator[tuple[str, torch.Tensor]]:
+        if self.table is not None:
+            yield "table", self.table
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """q [T,Hq,D] and k [T,Hkv,D], rotated."""

@@ -51,6 +51,11 @@ class WeightLayer(nn.Module):
             if parameter.is_meta:
                 setattr(self, name, nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=False))
 
+    def tables(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Constant tables that this layer computed at start, by attribute. They come from the host's math library, so
+        they are part of what determines the bits, as weights are."""
+        yield from ()
+
     def prepare_weights(self) -> None:
         """Pack the filled parameters for the bound kernels and free what packing made superfluous; only once."""
         if not self.is_prepared:

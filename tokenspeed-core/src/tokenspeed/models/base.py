@@ -63,6 +63,11 @@ class CausalLM(nn.Module):
             name: target for prefix, layer in self.weight_layers() for name, target in layer.checkpoint_tensors(prefix)
         }
 
+    def tables(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Constant tables that layers computed at start (rotary angles), by their name in the model."""
+        for prefix, layer in self.weight_layers():
+            yield from ((f"{prefix}.{name}", table) for name, table in layer.tables())
+
     def ignores(self, name: str) -> bool:
         """Whether a checkpoint may hold tensor `name` without the model using it."""
         return any(re.search(pattern, name) for pattern in self.ignored_tensors)

@@ -1,14 +1,11 @@
 """The plan: which kernel serves which operator under which numerics, and why. Frozen before anything heavy is loaded.
 
-The plan is printed as a card, served at `GET /numerics` and stamped on replies by its digest. `Plan.bind` is the only
-place that imports a kernel.
+The plan is printed as a card and served at `GET /numerics`. `Plan.bind` is the only place that imports a kernel.
 """
 
 from __future__ import annotations
 
-import hashlib
 import importlib
-import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,6 +17,7 @@ from tokenspeed.kernels.select import Selection
 from tokenspeed.kernels.spec import KernelSpec, Need, TraitValue, Verdict
 from tokenspeed.machine import Machine
 from tokenspeed.models.profile import ModelProfile
+from tokenspeed.numerics.canonical import canonical_json, digest_of
 from tokenspeed.numerics.resolve import ResolvedNumerics
 
 if TYPE_CHECKING:
@@ -59,12 +57,7 @@ class Plan:
     @cached_property
     def digest(self) -> str:
         """SHA-256 (hex) of the canonical JSON of `decisions()`: equal digests, equal plans."""
-        return hashlib.sha256(canonical_json(self.decisions())).hexdigest()
-
-    @property
-    def fingerprint(self) -> str:
-        """The short form of the digest that stamps every reply."""
-        return f"tokenspeed-{self.digest[:16]}"
+        return digest_of(self.decisions())
 
     def decisions(self) -> dict[str, Any]:
         """What the plan decides, without names of people's machines or files: the part that the digest covers."""
@@ -130,6 +123,23 @@ class Plan:
         if problems:
             raise StartRefused(list(problems.values()))
 
+    def variants(self) -> dict[str, str]:
+        """The code variant (an instruction set, as a rule) that each kernel with variants uses here, by kernel name.
+
+        Call it after `bind`: it asks the kernels' own modules. Raises StartRefused when one cannot answer.
+        """
+        found: dict[str, str] = {}
+        problems = []
+        for spec in self.kernels():
+            if spec.variant is not None:
+                try:
+                    found[spec.name] = str(_import(spec.variant)())
+                except (Exception, SystemExit) as error:
+                    problems.append(_broken_kernel(spec, error))
+        if problems:
+            raise StartRefused(problems)
+        return found
+
     def card(self) -> RenderableType:
         """The plan as a card for the terminal."""
         from tokenspeed.numerics.card import plan_card
@@ -165,11 +175,6 @@ def make_plan(
         MappingProxyType(versions),
         (*unused, *notes),
     )
-
-
-def canonical_json(value: Any) -> bytes:
-    """One spelling for one value: sorted keys, no spaces, ASCII, no NaN."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode()
 
 
 def machine_dict(machine: Machine) -> dict[str, Any]:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -90,15 +91,26 @@ class _EngineCollector(Collector):
 
 
 class Metrics:
-    """All series of one server. `compat` lists further prefixes."""
+    """All series of one server. `compat` lists further prefixes.
 
-    def __init__(self, model_name: str, *, compat: Sequence[str] = ()) -> None:
+    `numerics` becomes the labels of `numerics_info`, a series that is always 1: the fingerprint and the envelope.
+    """
+
+    def __init__(
+        self, model_name: str, *, numerics: Mapping[str, str] = MappingProxyType({}), compat: Sequence[str] = ()
+    ) -> None:
         labels = {"model_name": model_name, "engine": "0"}
         self._labels = labels
         self._compat = tuple(compat)
         self._registry = CollectorRegistry()
         self._engine = _EngineCollector(labels)
         self._registry.register(self._engine)
+        Gauge(
+            f"{PREFIX}:numerics_info",
+            "What determines the bits of the replies.",
+            [*labels, *numerics],
+            registry=self._registry,
+        ).labels(*labels.values(), *numerics.values()).set(1)
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens received.")
         self._generation_tokens = self._counter("generation_tokens", "Tokens generated.")
         self._success = Counter(

@@ -40,7 +40,8 @@ class Service:
         self.text = text
         self.limits = limits
         self.options = options
-        self.metrics = Metrics(options.model_names[0], compat=options.metrics_compat)
+        numerics = {"system_fingerprint": client.info.fingerprint, "envelope": _envelope(client.info)}
+        self.metrics = Metrics(options.model_names[0], numerics=numerics, compat=options.metrics_compat)
         self.created = int(time.time())
         self.draining = False
         self.is_paused = False
@@ -142,3 +143,8 @@ class Service:
             raise ApiError(
                 503, f"the engine did not answer within {timeout_seconds:g} s", reason="engine_stuck"
             ) from None
+
+
+def _envelope(info: EngineInfo) -> str:
+    numerics = info.numerics.get("numerics", {})
+    return str(numerics.get("envelope", ""))

@@ -21,8 +21,8 @@ from tokenspeed.errors import PluginError
 
 LIBRARY_FILE = "libtokenspeed_aok.so"
 
-ISA_VARIABLE = "AOK_ISA"
-"""Environment variable that forces a lower instruction set, for tests; the plan shows the variant in use."""
+ISA_VARIABLE = "TOKENSPEED_AOK_ISA"
+"""Environment variable that forces a lower instruction set, for tests; plan and certificate show it."""
 
 KernelCall = Callable[[bytes], None]
 """Runs a kernel over one packed argument block (`csrc/abi.h`)."""
@@ -116,3 +116,8 @@ def find_library() -> Path:
 def library() -> Library:
     """The library of this process, loaded on first use."""
     return Library(find_library(), os.environ.get(ISA_VARIABLE) or None)
+
+
+def variant() -> str:
+    """The instruction set in use, as the certificate names it."""
+    return library().variant
