@@ -9,6 +9,7 @@ with LLM("tiny", numerics="rl-bitwise") as llm:
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -19,9 +20,12 @@ from types import TracebackType
 from typing import Any, Self
 
 import msgspec
+from rich.console import Console
 
 from tokenspeed import startup
 from tokenspeed.chat import ChatTemplate
+from tokenspeed.cli.progress import StartProgress
+from tokenspeed.config import EngineConfig
 from tokenspeed.config_sources import config_from_arguments
 from tokenspeed.engine.engine import Engine, EngineStats
 from tokenspeed.engine.request import Request, SamplingParams
@@ -29,7 +33,7 @@ from tokenspeed.engine.seeds import sample_seeds
 from tokenspeed.engine.validation import validate_params
 from tokenspeed.errors import EngineDead, RequestError
 from tokenspeed.numerics.plan import Plan
-from tokenspeed.progress import request_progress, start_progress
+from tokenspeed.progress import is_wanted, request_progress
 from tokenspeed.results import CompletionOutput, RequestOutput, Score, absorb
 from tokenspeed.tokenizer import Tokenizer
 
@@ -67,11 +71,22 @@ class LLM:
     ) -> None:
         given = {"model": str(model), "numerics": numerics, "trainer": trainer, **options}
         config = config_from_arguments(**{name: value for name, value in given.items() if value is not None})
-        self._progress = progress
+        self._start(config, progress)
+
+    @classmethod
+    def from_config(cls, config: EngineConfig, *, progress: bool | None = None) -> Self:
+        """Start from a finished configuration."""
+        llm = cls.__new__(cls)
+        llm._start(config, progress)
+        return llm
+
+    def _start(self, config: EngineConfig, progress: bool | None) -> None:
         prepared = startup.prepare(config)
-        with start_progress(progress) as report:
+        with contextlib.ExitStack() as stack:
+            report = stack.enter_context(StartProgress(Console(stderr=True))) if is_wanted(progress) else None
             self._engine: Engine | None = startup.launch(prepared, report)
         self.plan: Plan = prepared.plan
+        self._progress = progress
         self._template_file = config.chat_template
         self._template: ChatTemplate | None = None
         self._ids = itertools.count()
@@ -107,7 +122,7 @@ class LLM:
         params = _params_for(sampling_params, len(listed))
         for each in params:
             validate_params(each, self.engine.limits)
-        encoded = [self._encode(prompt) for prompt in listed]
+        encoded = [self.prompt_ids(prompt) for prompt in listed]
         targets = [
             RequestOutput(str(next(self._ids)), prompt if isinstance(prompt, str) else None, ids, [])
             for prompt, ids in zip(listed, encoded, strict=True)
@@ -128,8 +143,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of several, through the model's chat template."""
         conversations: list[Messages] = [messages] if _is_conversation(messages) else list(messages)  # type: ignore[list-item, arg-type]
-        texts = [
-            self._chat_template().render(
+        prompts = [
+            self.chat_ids(
                 conversation,
                 tools=tools,
                 add_generation_prompt=add_generation_prompt,
@@ -138,28 +153,43 @@ class LLM:
             )
             for conversation in conversations
         ]
-        prompts = [self.tokenizer.encode(text, add_special_tokens=False) for text in texts]
-        outputs = self.generate(prompts, sampling_params)
-        for output, text in zip(outputs, texts, strict=True):
-            output.prompt = text
-        return outputs
+        return self.generate(prompts, sampling_params)
 
-    def score(self, sequences: Prompt | Sequence[Prompt], *, temperature: float = 1.0) -> list[Score]:
-        """Teacher-forced log-probabilities of each sequence, a text or token ids.
+    def prompt_ids(self, prompt: Prompt) -> list[int]:
+        """Token ids of a text, with the special tokens that the tokenizer adds; ids are checked to be integers."""
+        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else [operator.index(token) for token in prompt]
+
+    def chat_ids(self, messages: Messages, **options: Any) -> list[int]:
+        """Token ids of a conversation; `options` as in `ChatTemplate.render`."""
+        text = self._chat_template().render(messages, **options)
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def score(
+        self,
+        sequences: Prompt | Sequence[Prompt],
+        *,
+        temperature: float | Sequence[float] = 1.0,
+        on_output: Callable[[int, Score], None] | None = None,
+    ) -> list[Score]:
+        """Teacher-forced log-probabilities of each sequence, a text or token ids; one temperature, or one for each.
 
         They are the numbers that generating the same tokens at the same temperature reports, bit for bit under
         `rl-bitwise`. Raises RequestError for a sequence that is wrong, or whose logits are not numbers.
         """
-        params = SamplingParams(max_tokens=0, prompt_logprobs=0, temperature=temperature, detokenize=False)
-        scores = []
-        for output in self.generate(sequences, params):
-            (sample,) = output.outputs
-            if sample.error is not None or output.prompt_logprobs is None:
-                raise RequestError(f"sequence {output.request_id}: {sample.error}", param="prompt", code="model_error")
-            pairs = zip(output.prompt_token_ids, output.prompt_logprobs, strict=True)
-            values = [None if position is None else position[token].logprob for token, position in pairs]
-            scores.append(Score(output.prompt_token_ids, values))
-        return scores
+        listed = _as_list(sequences)
+        temperatures = [temperature] * len(listed) if isinstance(temperature, int | float) else list(temperature)
+        params = [
+            SamplingParams(max_tokens=0, prompt_logprobs=0, temperature=each, detokenize=False) for each in temperatures
+        ]
+        scores: dict[int, Score] = {}
+
+        def keep(index: int, output: RequestOutput) -> None:
+            scores[index] = _score(index, output)
+            if on_output is not None:
+                on_output(index, scores[index])
+
+        self.generate(listed, params, on_output=keep)
+        return [scores[index] for index in range(len(listed))]
 
     def stats(self) -> EngineStats:
         """The engine's gauges and counters."""
@@ -176,9 +206,6 @@ class LLM:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
-
-    def _encode(self, prompt: Prompt) -> list[int]:
-        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else [operator.index(token) for token in prompt]
 
     def _chat_template(self) -> ChatTemplate:
         if self._template is None:
@@ -235,6 +262,15 @@ def _expand(target: RequestOutput, params: SamplingParams) -> list[_Job]:
         request = Request(id=request_id, prompt=target.prompt_token_ids, params=own, seed=seed)
         jobs.append(_Job(request, target, output))
     return jobs
+
+
+def _score(index: int, output: RequestOutput) -> Score:
+    (sample,) = output.outputs
+    if sample.error is not None or output.prompt_logprobs is None:
+        raise RequestError(f"sequence {index}: {sample.error}", param="prompt", code="model_error")
+    pairs = zip(output.prompt_token_ids, output.prompt_logprobs, strict=True)
+    values = [None if position is None else position[token].logprob for token, position in pairs]
+    return Score(output.prompt_token_ids, values)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Progress on standard error: a start's stages and a list of prompts. Silent unless wanted or on a terminal."""
+"""The progress of a list of prompts on standard error: silent unless wanted, or on a terminal and long."""
 
 from __future__ import annotations
 
@@ -14,31 +14,12 @@ if TYPE_CHECKING:
 SHOW_AFTER_SECONDS = 1.0
 """A job that takes less shows nothing."""
 
-Stage = Callable[[str, int, int], None]
 Advance = Callable[[int, int], None]
 
 
 def is_wanted(choice: bool | None) -> bool:
     """An explicit choice, or whether standard error is a terminal."""
     return sys.stderr.isatty() if choice is None else choice
-
-
-@contextmanager
-def start_progress(choice: bool | None = None) -> Iterator[Stage]:
-    """`report(stage, done, total)`: one line for each stage, with a bar where the total is known."""
-    if not is_wanted(choice):
-        yield lambda _stage, _done, _total: None
-        return
-    bars = _progress()
-    tasks: dict[str, int] = {}
-
-    def report(stage: str, done: int, total: int) -> None:
-        if stage not in tasks:
-            tasks[stage] = bars.add_task(stage, total=total or None)
-        bars.update(tasks[stage], completed=done, total=total or None)  # type: ignore[arg-type]
-
-    with bars:
-        yield report
 
 
 @contextmanager

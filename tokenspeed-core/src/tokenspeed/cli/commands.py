@@ -25,6 +25,12 @@ COMMANDS = {
     "doctor": LazyCommand("tokenspeed.cli.doctor:doctor", "Report on this environment."),
 }
 
+BENCH_COMMANDS = {
+    "throughput": LazyCommand("tokenspeed.cli.bench_throughput:throughput", "Prefill and decode speed of one model."),
+    "latency": LazyCommand("tokenspeed.cli.bench_latency:latency", "How long one batch of requests takes."),
+    "serve": LazyCommand("tokenspeed.cli.bench_serve:serve", "Throughput and latencies of a running server."),
+}
+
 NUMERICS_COMMANDS = {
     "explain": LazyCommand("tokenspeed.cli.numerics:explain", "Show what each switch became, and why."),
 }
