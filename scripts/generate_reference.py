@@ -176,7 +176,8 @@ def http_page() -> str:
 def command_page() -> str:
     """The help of every command, as the terminal shows it."""
     parts = ["# Command line\n"]
-    context = click.Context(command_line, info_name="tokenspeed", terminal_width=100, color=False)
+    settings = command_line.context_settings
+    context = click.Context(command_line, info_name="tokenspeed", terminal_width=100, color=False, **settings)
     for path, command, inner in _commands("tokenspeed", command_line, context):
         parts += [f"## {path}\n", f"```text\n{command.get_help(inner)}\n```\n"]
     return "\n".join(parts)
