@@ -285,6 +285,32 @@ def test_new_weights_recompute_what_runs_and_share_nothing() -> None:
     assert results["a"].token_ids == alone(each).token_ids
 
 
+def test_new_weights_start_prompt_logprobs_again() -> None:
+    model = ContextModel(VOCAB)
+    engine = make_engine(model, num_pages=12)
+    each = request("a", [1] * 40, max_tokens=0, prompt_logprobs=0)
+    results = {"a": Result()}
+    engine.add(each)
+    engine.step()
+    other = ContextModel(VOCAB, favour=lambda context: torch.arange(VOCAB) * float(len(context)))
+    model.logits_of = other.logits_of  # type: ignore[method-assign]
+    engine.weights_changed("two")
+    while engine.has_work:
+        absorb(results, engine.step())
+    assert results["a"].prompt_logprobs == alone(each, other).prompt_logprobs
+    assert results["a"].prompt_logprobs != alone(each).prompt_logprobs
+
+
+def test_further_ids_are_scored_after_the_best() -> None:
+    result = alone(request("a", [2, 3], seed=5, logprobs=2, logprob_token_ids=[7, 9], max_tokens=3, ignore_eos=True))
+    whole = alone(request("a", [2, 3], seed=5, logprobs=20, max_tokens=3, ignore_eos=True))
+    for entry, full in zip(result.logprobs, whole.logprobs, strict=True):
+        assert [top.id for top in entry.top][2:] == [7, 9]
+        assert entry.top[:2] == full.top[:2]
+        known = {top.id: top for top in full.top}
+        assert all(known.get(top.id, top) == top for top in entry.top)
+
+
 def test_penalties_against_a_plain_computation() -> None:
     params: dict[str, Any] = {
         "repetition_penalty": 1.3,

@@ -95,7 +95,7 @@ def _cut(row: torch.Tensor, values: list[float], ids: list[int], count: int) -> 
     least = values[count - 1]
     if values[count] == least:
         better = [(value, i) for value, i in zip(values, ids, strict=True) if value > least]
-        ties = (row == least).nonzero()[: count - len(better), 0].tolist()
+        ties = np.flatnonzero(row.to(torch.float32).numpy(force=True) == least)[: count - len(better)].tolist()
         pairs = better + [(least, i) for i in ties]
     else:
         pairs = list(zip(values[:count], ids[:count], strict=True))
@@ -112,9 +112,9 @@ def ranks(logits: torch.Tensor, ids: torch.Tensor) -> list[int]:
         before = torch.arange(logits.shape[-1], device=logits.device) < ids.unsqueeze(-1)
         ahead: list[int] = torch.where(before, logits >= mine, logits > mine).sum(-1).tolist()
         return [count + 1 for count in ahead]
-    # On a CPU, torch counts booleans by widening each to 64 bits; NumPy counts bytes, ten times faster.
+    # On a CPU, torch would wake its threads for every row, and count booleans by widening each to 64 bits.
     places = []
-    for row, value, token in zip(logits, mine, ids.tolist(), strict=True):
-        not_worse, better = (row[:token] >= value).numpy(), (row[token + 1 :] > value).numpy()
-        places.append(1 + int(np.count_nonzero(not_worse)) + int(np.count_nonzero(better)))
+    for row, value, token in zip(logits.to(torch.float32).numpy(), mine[:, 0].tolist(), ids.tolist(), strict=True):
+        not_worse = np.count_nonzero(row[:token] >= value)
+        places.append(1 + int(not_worse) + int(np.count_nonzero(row[token + 1 :] > value)))
     return places

@@ -128,7 +128,7 @@ class Scheduler:
         self.cache.forget_prefixes()
         self._root = root_key(weight_version)
         for state in self.waiting.values():
-            state.chain = []
+            state.forget_weights()
 
     def _add_chunk(self, plan: Schedule, state: RequestState, budget: int) -> int:
         count = min(state.remaining, budget, self._max_chunk)

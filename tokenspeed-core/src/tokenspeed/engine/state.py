@@ -105,6 +105,12 @@ class RequestState:
         """The newest token."""
         return int(self._tokens[self.length - 1])
 
+    def forget_weights(self) -> None:
+        """The weights are new: page keys and prompt logprobs of the old ones that nobody has seen yet are void."""
+        self.chain = []
+        if self.first_update and self.prompt_logprobs is not None:
+            self.prompt_logprobs = [None]
+
     def append(self, token: int) -> None:
         """Add a sampled token."""
         if self.length == len(self._tokens):
