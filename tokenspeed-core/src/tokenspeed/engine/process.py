@@ -147,8 +147,9 @@ class EngineLoop:
     def _handle(self, message: wire.ToEngine) -> None:
         match message:
             case wire.Submit():
-                for request in message.requests:
-                    self._add(request)
+                for group in message.groups:
+                    for request in group.requests():
+                        self._add(request)
             case wire.Abort():
                 self._abort(message)
             case wire.Call():

@@ -9,11 +9,12 @@ from __future__ import annotations
 import select
 import socket
 import struct
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 
-from tokenspeed.engine.request import Request, TokenUpdate
+from tokenspeed.engine.request import Request, SamplingParams, TokenUpdate
 from tokenspeed.engine.validation import Limits
 from tokenspeed.errors import Problem
 
@@ -43,10 +44,31 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     load_seconds: float = 0.0
 
 
+class Group(msgspec.Struct, frozen=True, kw_only=True):
+    """Samples of one prompt, which crosses the pipe once. `samples` are (engine id, seed).
+
+    With `prompt_logprobs_once` only the first sample reads the prompt's logprobs. `arrival` as in `Request`.
+    """
+
+    prompt: list[int]
+    params: SamplingParams
+    samples: list[tuple[str, int]]
+    arrival: float
+    prompt_logprobs_once: bool = True
+
+    def requests(self) -> Iterator[Request]:
+        """One request for each sample."""
+        own = self.params
+        others = msgspec.structs.replace(own, prompt_logprobs=None) if self.prompt_logprobs_once else own
+        for i, (request_id, seed) in enumerate(self.samples):
+            params = others if i else own
+            yield Request(id=request_id, prompt=self.prompt, params=params, seed=seed, arrival=self.arrival)
+
+
 class Submit(msgspec.Struct, tag=True, frozen=True):
     """Start these samples."""
 
-    requests: list[Request]
+    groups: list[Group]
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True):

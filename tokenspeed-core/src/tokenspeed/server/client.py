@@ -16,7 +16,7 @@ from typing import Any
 
 from tokenspeed.engine import wire
 from tokenspeed.engine.process import EngineProcess
-from tokenspeed.engine.request import Request, TokenUpdate
+from tokenspeed.engine.request import TokenUpdate
 from tokenspeed.errors import ContextOverflow, EngineDead, RequestError
 
 _log = logging.getLogger("tokenspeed.server")
@@ -143,12 +143,12 @@ class EngineClient:
         """An id that no other sample of this engine has; `hint` (a caller's id) only helps to read logs."""
         return f"{hint[:64]}-{next(self._numbers):x}"
 
-    def submit(self, requests: Sequence[Request]) -> SampleStream:
+    def submit(self, groups: Sequence[wire.Group]) -> SampleStream:
         """Start the samples; their ids must come from `unique_id`. Raises EngineDead."""
-        stream = SampleStream(self, [request.id for request in requests])
-        self._send(wire.Submit(list(requests)))
-        for request in requests:
-            self._streams[request.id] = stream
+        ids = [request_id for group in groups for request_id, _ in group.samples]
+        stream = SampleStream(self, ids)
+        self._send(wire.Submit(list(groups)))
+        self._streams.update(dict.fromkeys(ids, stream))
         return stream
 
     def abort(self, ids: Sequence[str]) -> int:

@@ -20,7 +20,7 @@ from tokenspeed.server.service import Service
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1", "[::1]"})
 
 
-def guard(request: Request, service: ServiceDep) -> None:
+async def guard(request: Request, service: ServiceDep) -> None:
     """Raises ApiError 401 or 403 unless the caller may control the server."""
     options = service.options
     if options.control_key is not None:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from tokenspeed.engine.request import FinishReason, PositionLogprobs, Request, SamplingParams, TokenUpdate
+from tokenspeed.engine.request import FinishReason, PositionLogprobs, SamplingParams, TokenUpdate
 from tokenspeed.engine.seeds import derive_seed, fresh_seed
+from tokenspeed.engine.wire import Group
 from tokenspeed.server.errors import ApiError
 
 if TYPE_CHECKING:
@@ -99,8 +100,8 @@ class Sample:
 class Generation:
     """All samples of one HTTP request. Use as a context manager: leaving it aborts what still runs.
 
-    Each sample gets its own seed, and its `max_tokens` clamped to the context. With `prompt_logprobs_once` only the
-    first sample of a prompt reads the prompt's logprobs; the others share them.
+    Each sample gets its own seed, and its `max_tokens` and `min_tokens` clamped to the context. With
+    `prompt_logprobs_once` only the first sample of a prompt reads the prompt's logprobs; the others share them.
     """
 
     def __init__(self, service: Service, jobs: Sequence[Job], *, prompt_logprobs_once: bool = True) -> None:
@@ -109,30 +110,30 @@ class Generation:
         self.samples: list[Sample] = []
         self._service = service
         self._by_id: dict[str, Sample] = {}
-        requests = []
-        for job in jobs:
-            first = len(self.samples)
-            most = service.limits.output_tokens(len(job.prompt.ids), job.params.max_tokens)
-            own = msgspec.structs.replace(job.params, n=1, seed=None, max_tokens=most)
-            others = msgspec.structs.replace(own, prompt_logprobs=None) if prompt_logprobs_once else own
-            for i in range(job.params.n):
-                seed = fresh_seed() if job.params.seed is None else derive_seed(job.params.seed, i)
-                sample = Sample(len(self.samples), first, job, seed)
-                self.samples.append(sample)
-                request_id = service.client.unique_id(job.external_id)
-                self._by_id[request_id] = sample
-                requests.append(
-                    Request(
-                        id=request_id,
-                        prompt=job.prompt.ids,
-                        params=others if i else own,
-                        seed=seed,
-                        arrival=self.started_at,
-                    )
-                )
-        service.admit(len(requests))
-        self._stream = service.client.submit(requests)
+        groups = [self._group(job, prompt_logprobs_once) for job in jobs]
+        service.admit(len(self.samples))
+        self._stream = service.client.submit(groups)
         service.started(self)
+
+    def _group(self, job: Job, prompt_logprobs_once: bool) -> Group:
+        """The job as the engine takes it; its samples join `samples`."""
+        service, first, named = self._service, len(self.samples), []
+        for i in range(job.params.n):
+            seed = fresh_seed() if job.params.seed is None else derive_seed(job.params.seed, i)
+            sample = Sample(len(self.samples), first, job, seed)
+            request_id = service.client.unique_id(job.external_id)
+            self.samples.append(sample)
+            self._by_id[request_id] = sample
+            named.append((request_id, seed))
+        most = service.limits.output_tokens(len(job.prompt.ids), job.params.max_tokens)
+        least = min(job.params.min_tokens, most)
+        return Group(
+            prompt=job.prompt.ids,
+            params=msgspec.structs.replace(job.params, n=1, seed=None, max_tokens=most, min_tokens=least),
+            samples=named,
+            arrival=self.started_at,
+            prompt_logprobs_once=prompt_logprobs_once,
+        )
 
     def __enter__(self) -> Generation:
         return self

@@ -40,12 +40,13 @@ def router(**options: Any) -> APIRouter:
     return APIRouter(route_class=JsonRoute, **options)
 
 
-def _service(request: Request) -> Service:
+# Dependencies are coroutines: FastAPI sends plain functions through its thread pool, which costs more than they do.
+async def _service(request: Request) -> Service:
     service: Service = request.app.state.service
     return service
 
 
-def _request_id(request: Request) -> str:
+async def _request_id(request: Request) -> str:
     return str(request.state.request_id)
 
 
