@@ -6,7 +6,6 @@ from collections.abc import Iterable
 
 from tokenspeed.hookspecs import hookimpl
 from tokenspeed.kernels.spec import KernelSpec
-
 from tokenspeed_kernels_aok.specs import SPECS
 from tokenspeed_kernels_aok.triton.specs import triton_specs
 

@@ -12,7 +12,9 @@ def float_code(what: str, tensor: torch.Tensor) -> int:
     """The code of a tensor's dtype. Raises TypeError unless it is bf16 or fp32 on the CPU."""
     code = DTYPE_CODES.get(tensor.dtype)
     if code is None or not tensor.is_cpu:
-        raise TypeError(f"{what}: {tensor.dtype} on {tensor.device}; the aok CPU kernels take bfloat16 and float32 on cpu")
+        raise TypeError(
+            f"{what}: {tensor.dtype} on {tensor.device}; the aok CPU kernels take bfloat16 and float32 on cpu"
+        )
     return code
 
 

@@ -6,13 +6,12 @@ import struct
 
 import torch
 
-from tokenspeed_kernels_aok.cpu.arguments import float_code
-from tokenspeed_kernels_aok.cpu.gemm import PackedWeight
-from tokenspeed_kernels_aok.cpu.library import library
+from tokenspeed_kernels_aok.cpu.arguments import DTYPE_CODES, float_code
+from tokenspeed_kernels_aok.cpu.gemm import PackedWeight, prepare_linear
+from tokenspeed_kernels_aok.cpu.library import KernelCall
+from tokenspeed_kernels_aok.cpu.selfcheck import checked, pattern
 
 _EMBEDDING = struct.Struct("9q")
-
-_embedding = library().kernel("embedding", _EMBEDDING)
 
 
 def embedding(ids: torch.Tensor, weight: torch.Tensor | PackedWeight) -> torch.Tensor:
@@ -42,3 +41,19 @@ def embedding(ids: torch.Tensor, weight: torch.Tensor | PackedWeight) -> torch.T
             )
         )  # fmt: skip
     return out
+
+
+def _check_embedding(call: KernelCall) -> tuple[torch.Tensor, ...]:
+    outputs = []
+    ids = torch.tensor([0, 20, -1, 3, 21])
+    for dtype, code in DTYPE_CODES.items():
+        table = pattern(21, 33, dtype=dtype)
+        packed_table = prepare_linear(table)
+        for address, stride, packed in ((table.data_ptr(), 33, 0), (packed_table.address, 0, 1)):
+            out = torch.empty(5, 33, dtype=dtype)
+            call(_EMBEDDING.pack(ids.data_ptr(), address, out.data_ptr(), 5, 33, 21, stride, code * 2 + packed, 1))
+            outputs.append(out)
+    return tuple(outputs)
+
+
+_embedding = checked("embedding", _EMBEDDING, _check_embedding)

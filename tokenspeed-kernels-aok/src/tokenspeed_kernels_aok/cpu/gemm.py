@@ -7,16 +7,14 @@ from dataclasses import dataclass
 
 import torch
 
-from tokenspeed_kernels_aok.cpu.arguments import float_code, same_dtype, unit_stride
-from tokenspeed_kernels_aok.cpu.library import library
+from tokenspeed_kernels_aok.cpu.arguments import DTYPE_CODES, float_code, same_dtype, unit_stride
+from tokenspeed_kernels_aok.cpu.library import KernelCall
+from tokenspeed_kernels_aok.cpu.selfcheck import checked, pattern
 
 _GEMM = struct.Struct("16q")
 _PACK = struct.Struct("8q")
 _PANEL_COLUMNS = 16
 _TILE_COLUMNS = 64
-
-_gemm = library().kernel("gemm", _GEMM)
-_pack_panels = library().kernel("pack", _PACK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,5 +114,40 @@ def batched(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
 def _bias_address(bias: torch.Tensor, weight: PackedWeight) -> int:
     same_dtype("bias", bias, weight.dtype)
     if bias.shape != (weight.n,) or not bias.is_contiguous():
-        raise ValueError(f"bias is {list(bias.shape)}, the weight [{weight.n},{weight.k}] takes a contiguous [{weight.n}]")
+        raise ValueError(
+            f"bias is {list(bias.shape)}, the weight [{weight.n},{weight.k}] takes a contiguous [{weight.n}]"
+        )
     return bias.data_ptr()
+
+
+def _check_pack(call: KernelCall) -> tuple[torch.Tensor, ...]:
+    packed = []
+    for dtype in DTYPE_CODES:
+        w = pattern(70, 33, dtype=dtype)
+        packed.append(torch.zeros(packed_bytes(70, 33, w.itemsize), dtype=torch.uint8))
+        call(_PACK.pack(w.data_ptr(), packed[-1].data_ptr(), 70, 33, 33, 1, DTYPE_CODES[dtype], 1))
+    return tuple(packed)
+
+
+def _check_gemm(call: KernelCall) -> tuple[torch.Tensor, ...]:
+    outputs = []
+    m, n, k = 14, 70, 301  # every height of tile up to 7, partial panels, more than one block of K, an odd K
+    for weight_dtype in DTYPE_CODES:
+        weight = prepare_linear(pattern(n, k, dtype=weight_dtype))
+        bias = pattern(n, dtype=weight_dtype, salt=7)
+        for dtype in DTYPE_CODES:
+            x = pattern(m, k, dtype=dtype, salt=11)
+            for rows in (1, 2, 3, 4, 5, 6, m):
+                out = torch.empty(rows, n, dtype=dtype)
+                call(
+                    _GEMM.pack(
+                        x.data_ptr(), weight.address, bias.data_ptr(), out.data_ptr(), 1, rows, k, n, 0, k, 0, n, 0,
+                        DTYPE_CODES[dtype], weight.code, 1,
+                    )
+                )  # fmt: skip
+                outputs.append(out)
+    return tuple(outputs)
+
+
+_pack_panels = checked("pack", _PACK, _check_pack)
+_gemm = checked("gemm", _GEMM, _check_gemm)

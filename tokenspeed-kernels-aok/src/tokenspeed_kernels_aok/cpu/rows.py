@@ -1,4 +1,4 @@
-"""Row operators: `norm.rms`, `norm.add_rms`, `rope.apply`, `activation.silu_and_mul` (rules 4 and 5 of the bit order)."""
+"""Row operators: norms, rotary embedding and SiLU (rules 3, 4 and 5 of the bit order, docs/design/bits.md)."""
 
 from __future__ import annotations
 
@@ -6,16 +6,13 @@ import struct
 
 import torch
 
-from tokenspeed_kernels_aok.cpu.arguments import float_code, same_dtype, unit_stride
-from tokenspeed_kernels_aok.cpu.library import library
+from tokenspeed_kernels_aok.cpu.arguments import DTYPE_CODES, float_code, same_dtype, unit_stride
+from tokenspeed_kernels_aok.cpu.library import KernelCall
+from tokenspeed_kernels_aok.cpu.selfcheck import checked, pattern
 
 _NORM = struct.Struct("12qdq")
 _ROPE = struct.Struct("20q")
 _SILU = struct.Struct("7q")
-
-_rms_norm = library().kernel("rms_norm", _NORM)
-_rope = library().kernel("rope", _ROPE)
-_silu_and_mul = library().kernel("silu_and_mul", _SILU)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -116,9 +113,7 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     out = gate_up.new_empty(tokens, f)
     if tokens and f:
         _silu_and_mul(
-            _SILU.pack(
-                gate_up.data_ptr(), out.data_ptr(), tokens, f, gate_up.stride(0), code, torch.get_num_threads()
-            )
+            _SILU.pack(gate_up.data_ptr(), out.data_ptr(), tokens, f, gate_up.stride(0), code, torch.get_num_threads())
         )
     return out
 
@@ -128,3 +123,56 @@ def _scale_address(weight: torch.Tensor, width: int, dtype: torch.dtype) -> int:
     if weight.shape != (width,) or not weight.is_contiguous():
         raise ValueError(f"weight is {list(weight.shape)}, expected a contiguous [{width}]")
     return weight.data_ptr()
+
+
+_CHECKED_WIDTH = 147  # whole groups of 64 lanes, whole vectors, and a remainder
+
+
+def _check_norm(call: KernelCall) -> tuple[torch.Tensor, ...]:
+    outputs = []
+    for dtype, code in DTYPE_CODES.items():
+        x, residual, weight = (pattern(2, _CHECKED_WIDTH, dtype=dtype, salt=salt) for salt in (0, 3, 5))
+        for added in (0, residual.data_ptr()):
+            out, total = torch.zeros_like(x), torch.zeros_like(x)
+            call(
+                _NORM.pack(
+                    x.data_ptr(), added, weight.data_ptr(), out.data_ptr(), total.data_ptr(),
+                    2, 1, _CHECKED_WIDTH, _CHECKED_WIDTH, 0, _CHECKED_WIDTH, code, 1e-6, 1,
+                )
+            )  # fmt: skip
+            outputs += [out, total]
+    return tuple(outputs)
+
+
+def _check_rope(call: KernelCall) -> tuple[torch.Tensor, ...]:
+    outputs = []
+    heads, d, rotary = 3, 44, 38
+    positions, cos_sin = torch.tensor([1, 0, 2]), pattern(2, rotary, dtype=torch.float32, salt=9)
+    for dtype, code in DTYPE_CODES.items():
+        x = pattern(3, heads, d, dtype=dtype)
+        for interleaved in (0, 1):
+            q_out, k_out = torch.empty_like(x), torch.empty_like(x)
+            call(
+                _ROPE.pack(
+                    x.data_ptr(), x.data_ptr(), q_out.data_ptr(), k_out.data_ptr(), positions.data_ptr(),
+                    cos_sin.data_ptr(), 3, heads, heads, d, rotary, heads * d, d, heads * d, d, rotary, 2,
+                    interleaved, code, 1,
+                )
+            )  # fmt: skip
+            outputs += [q_out, k_out]
+    return tuple(outputs)
+
+
+def _check_silu(call: KernelCall) -> tuple[torch.Tensor, ...]:
+    outputs = []
+    for dtype, code in DTYPE_CODES.items():
+        x = pattern(2, 2 * _CHECKED_WIDTH, dtype=dtype)
+        out = torch.empty(2, _CHECKED_WIDTH, dtype=dtype)
+        call(_SILU.pack(x.data_ptr(), out.data_ptr(), 2, _CHECKED_WIDTH, 2 * _CHECKED_WIDTH, code, 1))
+        outputs.append(out)
+    return tuple(outputs)
+
+
+_rms_norm = checked("rms_norm", _NORM, _check_norm)
+_rope = checked("rope", _ROPE, _check_rope)
+_silu_and_mul = checked("silu_and_mul", _SILU, _check_silu)

@@ -4,6 +4,7 @@
 // left to right. Which rows share a tile, which columns share a thread and which instruction multiplies decide speed
 // only: each output's own chain of operations is always the same.
 #include <cstdlib>
+#include <utility>
 
 #include "kernels.h"
 #include "panels.h"
@@ -54,31 +55,68 @@ struct FmaWalk {
     static AOK_MEMBER Vec accumulate(Vec acc, Pair x, Weights w) { return fma(x, w, acc); }
 };
 
+constexpr int64_t kStep = 8;   // pairs of K between looks ahead
+constexpr int64_t kLine = 64;  // bytes that one prefetch brings
+
+// How a tile asks early for the weights that come next, once every kStep pairs.
+//
+// A tile that reads its block from memory leaves the streaming to the hardware, which stops at the end of every page: a
+// touch of each stream 2 KiB ahead wakes it in time. Where several tiles share a block, memory would idle after the
+// first of them: there each tile fetches its share of the next block while it multiplies.
+struct Ahead {
+    const char* next;      // the next block of weights; null to touch the own streams only
+    int64_t panel_bytes;   // from one of its panels to the next
+    int64_t line, count;   // the next line to fetch, and how many in a step
+    bool near;             // into the first-level cache
+
+    template <int NV, class W>
+    AOK_MEMBER void step(const W* w, int64_t w_stride) {
+        constexpr int64_t lines = kBlock * kPanel * static_cast<int64_t>(sizeof(W)) / kLine;
+        if (!next) {
+#pragma GCC unroll 8
+            for (int v = 0; v < NV; ++v) __builtin_prefetch(reinterpret_cast<const char*>(w + v * w_stride) + 2048, 0, 2);
+            return;
+        }
+        for (const int64_t end = line + count; line < end; ++line) {
+            const char* at = next + line / lines * panel_bytes + line % lines * kLine;
+            if (near) {
+                __builtin_prefetch(at, 0, 3);
+            } else {
+                __builtin_prefetch(at, 0, 2);
+            }
+        }
+    }
+};
+
 // One block of K for MR rows and NV panels, added to (or, for the first block, stored as) the totals.
 template <class Walk, int MR, int NV>
 void tile(const typename Walk::X* x, int64_t x_stride, const typename Walk::W* w, int64_t w_stride, int64_t pairs,
-          bool first, float* total) {
+          bool first, float* total, Ahead ahead) {
     Vec acc[MR][NV];
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int m = 0; m < MR; ++m) {
 #pragma GCC unroll 8
         for (int v = 0; v < NV; ++v) acc[m][v] = zero();
     }
-    for (int64_t j = 0; j < pairs; ++j) {
+    for (int64_t j0 = 0; j0 < pairs; j0 += kStep) {
+        ahead.step<NV>(w + j0 * 2 * kPanel, w_stride);
+        const int64_t j1 = j0 + kStep < pairs ? j0 + kStep : pairs;
+        for (int64_t j = j0; j < j1; ++j) {
 #pragma GCC unroll 2
-        for (int phase = 0; phase < Walk::phases; ++phase) {
-            typename Walk::Weights weights[NV];
+            for (int phase = 0; phase < Walk::phases; ++phase) {
+                typename Walk::Weights weights[NV];
 #pragma GCC unroll 8
-            for (int v = 0; v < NV; ++v) weights[v] = Walk::weights(w + v * w_stride + j * 2 * kPanel, phase);
+                for (int v = 0; v < NV; ++v) weights[v] = Walk::weights(w + v * w_stride + j * 2 * kPanel, phase);
+#pragma GCC unroll 16
+                for (int m = 0; m < MR; ++m) {
+                    const typename Walk::Pair both = Walk::pair(x + m * x_stride + 2 * j, phase);
 #pragma GCC unroll 8
-            for (int m = 0; m < MR; ++m) {
-                const typename Walk::Pair both = Walk::pair(x + m * x_stride + 2 * j, phase);
-#pragma GCC unroll 8
-                for (int v = 0; v < NV; ++v) acc[m][v] = Walk::accumulate(acc[m][v], both, weights[v]);
+                    for (int v = 0; v < NV; ++v) acc[m][v] = Walk::accumulate(acc[m][v], both, weights[v]);
+                }
             }
         }
     }
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int m = 0; m < MR; ++m) {
 #pragma GCC unroll 8
         for (int v = 0; v < NV; ++v) {
@@ -88,31 +126,41 @@ void tile(const typename Walk::X* x, int64_t x_stride, const typename Walk::W* w
     }
 }
 
+// The shape of a tile: rows of x (at most) and panels of weights whose accumulators fit the registers.
+template <int R, int P>
+struct Shape {
+    static constexpr int rows = R, panels = P;
+};
+
 #if defined(AOK_ISA_avx512f) || defined(AOK_ISA_avx512_bf16)
-constexpr int kTileRows = 6, kTilePanels = 4;
+// Few rows wait for memory, and four panels are four streams for the prefetcher. With more rows a tall tile does enough
+// work on each vector of weights to hide its way from memory, and a block of two panels stays in the first-level cache.
+using Thin = Shape<6, 4>;
+using Tall = Shape<8, 2>;
+using Wide = Shape<6, 4>;
 #elif defined(AOK_ISA_avx2)
-constexpr int kTileRows = 6, kTilePanels = 1;
+using Thin = Shape<3, 2>;
+using Tall = Shape<6, 1>;
+using Wide = Tall;
 #else
-constexpr int kTileRows = 2, kTilePanels = 1;
+using Thin = Shape<2, 1>;
+using Tall = Thin;
+using Wide = Thin;
 #endif
 
 template <class Walk>
-using Tile = void (*)(const typename Walk::X*, int64_t, const typename Walk::W*, int64_t, int64_t, bool, float*);
+using Tile = void (*)(const typename Walk::X*, int64_t, const typename Walk::W*, int64_t, int64_t, bool, float*,
+                      Ahead);
 
-template <class Walk>
-AOK_INLINE Tile<Walk> tile_of(int64_t rows) {
-    static constexpr Tile<Walk> tiles[] = {
-        tile<Walk, 1, kTilePanels>, tile<Walk, 2, kTilePanels>,
-#if defined(__AVX2__)
-        tile<Walk, 3, kTilePanels>, tile<Walk, 4, kTilePanels>, tile<Walk, 5, kTilePanels>, tile<Walk, 6, kTilePanels>,
-#endif
-    };
-    return tiles[rows - 1];
+template <class Walk, int NV, int... rows>
+AOK_INLINE Tile<Walk> tile_of(int64_t wanted, std::integer_sequence<int, rows...>) {
+    static constexpr Tile<Walk> tiles[] = {tile<Walk, rows + 1, NV>...};
+    return tiles[wanted - 1];
 }
 
 template <class T>
-AOK_INLINE void finish_row(const float* total, const GemmArgs& a, T* y, int64_t column) {
-    for (int v = 0; v < kTilePanels && column < a.n; ++v, column += kPanel) {
+AOK_INLINE void finish_row(const float* total, const GemmArgs& a, T* y, int64_t column, int panels) {
+    for (int v = 0; v < panels && column < a.n; ++v, column += kPanel) {
         const int64_t n = a.n - column < kPanel ? a.n - column : kPanel;
         Vec sum = load(total + v * kPanel);
         if (a.bias) {
@@ -124,38 +172,59 @@ AOK_INLINE void finish_row(const float* total, const GemmArgs& a, T* y, int64_t 
 }
 
 // Rows [begin, end) of one group by the panels from `panel` on.
-template <class Walk, class T>
+template <class Walk, class Tiles, bool alone, class T>
 AOK_INLINE void multiply(const GemmArgs& a, const typename Walk::X* x, int64_t x_stride, const typename Walk::W* weight,
                          T* y, int64_t panel, int64_t begin, int64_t end) {
-    alignas(64) float totals[kRowsMax * kTilePanels * kPanel];
-    const int64_t rows = end - begin, tiles = (rows + kTileRows - 1) / kTileRows;
-    const int64_t stride = panel_stride(a.k), k = even(a.k);
+    constexpr int64_t width = Tiles::panels * kPanel;
+    alignas(64) float totals[kRowsMax * width];
+    const int64_t stride = panel_stride(a.k), k = even(a.k), stride_bytes = stride * static_cast<int64_t>(sizeof(*weight));
     const typename Walk::W* w = weight + panel * stride;
+    const int64_t rows = end - begin, tiles = (rows + Tiles::rows - 1) / Tiles::rows;
+    constexpr int64_t lines = kBlock * width * static_cast<int64_t>(sizeof(*weight)) / kLine;
     for (int64_t k0 = 0; k0 < k; k0 += kBlock) {
         const int64_t pairs = (k - k0 < kBlock ? k - k0 : kBlock) / 2;
+        const typename Walk::W* next = k0 + kBlock < k ? w + (k0 + kBlock) * kPanel : w + Tiles::panels * stride;
         for (int64_t t = 0; t < tiles; ++t) {
             const int64_t from = rows * t / tiles, to = rows * (t + 1) / tiles;
-            tile_of<Walk>(to - from)(x + (begin + from) * x_stride + k0, x_stride, w + k0 * kPanel, stride, pairs,
-                                     k0 == 0, totals + from * kTilePanels * kPanel);
+            const int64_t share = lines / tiles, steps = kBlock / 2 / kStep;
+            const Ahead ahead = {alone ? nullptr : reinterpret_cast<const char*>(next), stride_bytes, share * t,
+                                 (share + steps - 1) / steps, tiles > 2};
+            const auto run = tile_of<Walk, Tiles::panels>(to - from, std::make_integer_sequence<int, Tiles::rows>());
+            run(x + (begin + from) * x_stride + k0, x_stride, w + k0 * kPanel, stride, pairs, k0 == 0,
+                totals + from * width, ahead);
         }
     }
-    for (int64_t m = 0; m < rows; ++m) {
-        finish_row(totals + m * kTilePanels * kPanel, a, y + (begin + m) * a.y_row_stride, panel * kPanel);
+    if (k == 0) std::memset(totals, 0, static_cast<size_t>(rows * width) * sizeof(float));
+    for (int64_t m = begin; m < end; ++m) {
+        finish_row(totals + (m - begin) * width, a, y + m * a.y_row_stride, panel * kPanel, Tiles::panels);
     }
 }
 
-template <class Walk, class T>
+template <class Walk, class Tiles, bool alone, class T>
 void multiply_groups(const GemmArgs& a, const typename Walk::X* x, int64_t x_group_stride, int64_t x_stride) {
-    const int64_t strips = (a.n + kPanel * kTilePanels - 1) / (kPanel * kTilePanels);
+    constexpr int64_t width = kPanel * Tiles::panels;
+    const int64_t strips = (a.n + width - 1) / width;
     const int64_t parts = (a.m + kRowsMax - 1) / kRowsMax;
     const int64_t threads = threads_for(a.groups * a.m * a.n * a.k, 1 << 18, a.threads);
     parallel_for(a.groups * strips * parts, threads, [&](int64_t item) {
         const int64_t part = item % parts, strip = item / parts % strips, group = item / parts / strips;
         const char* weight = static_cast<const char*>(a.weight) + group * a.weight_group_stride;
-        multiply<Walk>(a, x + group * x_group_stride, x_stride, reinterpret_cast<const typename Walk::W*>(weight),
-                       static_cast<T*>(a.y) + group * a.y_group_stride, strip * kTilePanels, a.m * part / parts,
-                       a.m * (part + 1) / parts);
+        const int64_t begin = part * kRowsMax, end = a.m - begin < kRowsMax ? a.m : begin + kRowsMax;
+        multiply<Walk, Tiles, alone>(a, x + group * x_group_stride, x_stride,
+                              reinterpret_cast<const typename Walk::W*>(weight),
+                              static_cast<T*>(a.y) + group * a.y_group_stride, strip * Tiles::panels, begin, end);
     });
+}
+
+template <class Walk, class T>
+AOK_INLINE void multiply_all(const GemmArgs& a, const typename Walk::X* x, int64_t x_group_stride, int64_t x_stride) {
+    if (a.m <= Thin::rows) {
+        multiply_groups<Walk, Thin, true, T>(a, x, x_group_stride, x_stride);
+    } else if (a.m <= 2 * Tall::rows) {
+        multiply_groups<Walk, Tall, false, T>(a, x, x_group_stride, x_stride);
+    } else {
+        multiply_groups<Walk, Wide, false, T>(a, x, x_group_stride, x_stride);
+    }
 }
 
 AOK_INLINE void copy_as(const float* x, float* out, int64_t k) { std::memcpy(out, x, static_cast<size_t>(k) * 4); }
@@ -175,7 +244,7 @@ void gemm_with(const GemmArgs& a) {
     using X = typename Walk::X;
     if constexpr (sizeof(T) == sizeof(X)) {
         if (a.k % 2 == 0) {
-            multiply_groups<Walk, T>(a, static_cast<const X*>(a.x), a.x_group_stride, a.x_row_stride);
+            multiply_all<Walk, T>(a, static_cast<const X*>(a.x), a.x_group_stride, a.x_row_stride);
             return;
         }
     }
@@ -187,7 +256,7 @@ void gemm_with(const GemmArgs& a) {
         copy_as(x, copy + row * k, a.k);
         if (a.k % 2) copy[row * k + a.k] = X{0};
     });
-    multiply_groups<Walk, T>(a, copy, a.m * k, k);
+    multiply_all<Walk, T>(a, copy, a.m * k, k);
     std::free(copy);
 }
 
