@@ -29,8 +29,10 @@ BENCH_COMMANDS = {
     "throughput": LazyCommand("tokenspeed.cli.bench_throughput:throughput", "Prefill and decode speed of one model."),
     "latency": LazyCommand("tokenspeed.cli.bench_latency:latency", "How long one batch of requests takes."),
     "serve": LazyCommand("tokenspeed.cli.bench_serve:serve", "Throughput and latencies of a running server."),
+    "kernels": LazyCommand("tokenspeed.cli.bench_kernels:kernels", "The kernels of this machine against plain torch."),
 }
 
 NUMERICS_COMMANDS = {
     "explain": LazyCommand("tokenspeed.cli.numerics:explain", "Show what each switch became, and why."),
+    "verify": LazyCommand("tokenspeed.cli.numerics_verify:verify", "Compare replies bit by bit under every condition."),
 }

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import msgspec
@@ -22,7 +22,7 @@ from tokenspeed.engine.kv_cache import KVCache, pages_for
 from tokenspeed.engine.logprobs import PROMPT_ROWS_AT_ONCE, Logprobs
 from tokenspeed.engine.penalties import TokenCounts
 from tokenspeed.engine.request import FinishReason, PositionLogprobs, Request, TokenUpdate
-from tokenspeed.engine.runner import Model, Runner, StepRows
+from tokenspeed.engine.runner import Model, Observer, Runner, StepRows
 from tokenspeed.engine.sampler import Sampler, SamplingOperators
 from tokenspeed.engine.scheduler import Schedule, Scheduler
 from tokenspeed.engine.state import RequestState
@@ -33,9 +33,6 @@ from tokenspeed.errors import RequestError
 from tokenspeed.numerics.certificate import Certificate
 from tokenspeed.numerics.weights import WeightsDigest
 from tokenspeed.tokenizer import Tokenizer
-
-Observer = Callable[[Schedule, ForwardBatch], None]
-"""Told what a step is about to compute, for harnesses; it must change nothing."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +86,10 @@ class _Computed:
 
 
 class Engine:
-    """Runs one model. `operators` are bound by the same plan as the model's own."""
+    """Runs one model. `operators` are bound by the same plan as the model's own.
+
+    `certificate` says what determines the bits of what this engine computes; it is replaced when the weights are.
+    """
 
     def __init__(
         self,
@@ -109,7 +109,6 @@ class Engine:
         )
         self.tokenizer = tokenizer
         self.certificate = certificate
-        self.observer: Observer | None = None
         self._weight_version = options.weight_version
         self._cache = KVCache(
             model.kv_specs(),
@@ -182,8 +181,6 @@ class Engine:
         started = time.perf_counter()
         schedule = self._scheduler.schedule()
         batch, rows = self._runner.build(schedule)
-        if self.observer is not None:
-            self.observer(schedule, batch)
         computing = time.perf_counter()
         computed = self._compute(batch, rows)
         self._operator_seconds += time.perf_counter() - computing
@@ -213,6 +210,14 @@ class Engine:
             step_seconds=self._step_seconds,
             operator_seconds=self._operator_seconds,
         )
+
+    def observe(self, observer: Observer | None) -> None:
+        """Tell `observer` of every step from now on, or nobody."""
+        self._runner.observer = observer
+
+    def kv_tensors(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The memory of the KV cache, keys and values of each layer; for harnesses."""
+        return self._cache.tensors
 
     def reset_prefix_cache(self) -> bool:
         """Forget every cached prefix; pages in use stay with their requests and are not shared any more."""

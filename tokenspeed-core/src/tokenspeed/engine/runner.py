@@ -66,12 +66,23 @@ class StepRows:
             self.complete.append(state)
 
 
+class Observer(Protocol):
+    """A harness that watches an engine. It must change nothing."""
+
+    def step(self, schedule: Schedule, batch: ForwardBatch) -> None:
+        """A forward pass over `batch` follows: one row for each decode, then the rows of each chunk."""
+
+    def logits(self, rows: torch.Tensor) -> None:
+        """Logits of these rows (int64[R]) of the batch follow, and perhaps their logprobs and tokens."""
+
+
 class Runner:
     """Owns the input buffers. `token_budget` bounds T, `max_seats` bounds B."""
 
     def __init__(
         self, model: Model, cache: KVCache, *, token_budget: int, max_seats: int, device: torch.device | str = "cpu"
     ) -> None:
+        self.observer: Observer | None = None
         self._model = model
         self._cache = cache
         self._device = torch.device(device)
@@ -100,6 +111,8 @@ class Runner:
             logits_rows=self._tensor(np.array(rows.sampled_rows, dtype=np.int64)),
             kv_caches=self._cache.tensors,
         )
+        if self.observer is not None:
+            self.observer.step(schedule, batch)
         return batch, rows
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
@@ -108,6 +121,8 @@ class Runner:
 
     def logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Logits [R, V] of these rows of the batch, in the model's dtype."""
+        if self.observer is not None:
+            self.observer.logits(rows)
         return self._model.compute_logits(hidden[rows])
 
     def _fill_decodes(self, decodes: list[RequestState], seats: np.ndarray) -> StepRows:

@@ -1,0 +1,117 @@
+"""`tokenspeed numerics verify`: does what is promised hold, here and now?"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import click
+
+from tokenspeed.cli.options import EngineCommand, engine_options
+from tokenspeed.cli.output import console, print_json
+from tokenspeed.config import MACHINE, MODEL, NUMERICS, REPLIES, EngineConfig
+
+if TYPE_CHECKING:
+    from tokenspeed.cli.verify_display import VerifyDisplay
+    from tokenspeed.verify.report import Report
+
+
+@click.command(cls=EngineCommand)
+@engine_options(MODEL, NUMERICS, MACHINE, REPLIES)
+@click.option("--quick/--full", default=True, help="Under a minute, or more than 100 prompts of 128 tokens.")
+@click.option("--only", multiple=True, metavar="NAME", help="Run only this scenario. May be repeated.")
+@click.option("--url", help="Verify a running OpenAI-compatible server instead, as http://127.0.0.1:8000.")
+@click.option("--url-key", help="API key for --url.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def verify(
+    config: EngineConfig,
+    quick: bool,
+    only: tuple[str, ...],
+    url: str | None,
+    url_key: str | None,
+    as_json: bool,
+) -> None:
+    """Compare replies bit by bit under every condition that must not change them.
+
+    The engine runs in this process under rl-bitwise (unless --numerics says otherwise), and once more as a server in
+    another one. Every scenario must also prove that its mechanism was at work: requests shared a batch, prefixes came
+    from the cache, requests were preempted. The first difference is located by request, position, layer and operator.
+    The exit status is 1 when anything differs or proves nothing.
+    """
+    from tokenspeed.cli.verify_display import VerifyDisplay
+
+    with VerifyDisplay(console(), quiet=as_json) as display:
+        if url is None:
+            report = run_in_process(config, quick=quick, only=only, display=display)
+        else:
+            report = run_against(url, url_key, config, quick=quick, only=only, display=display)
+    if as_json:
+        print_json(report.as_dict())
+    else:
+        display.finish(report)
+    if not report.holds:
+        raise click.exceptions.Exit(1)
+
+
+def run_in_process(config: EngineConfig, *, quick: bool, only: tuple[str, ...], display: VerifyDisplay) -> Report:
+    """All scenarios here, then those over HTTP against a server in another process."""
+    from tokenspeed.verify.child import child_server
+    from tokenspeed.verify.invariance import HTTP, verify_engine, verify_served
+    from tokenspeed.verify.lab import Lab
+    from tokenspeed.verify.scenarios import FULL, QUICK
+
+    config = under_rl_bitwise(config)
+    work = QUICK if quick else FULL
+    wants_server = not only or any(name.startswith(HTTP) for name in only)
+    with ExitStack() as stack:
+        lab = Lab(config)
+        # The other process starts while this one works.
+        sizes = {**SERVER_SIZES, "threads": lab.threads}
+        server = stack.enter_context(child_server(config, **sizes)) if wants_server else None
+        report = verify_engine(lab, work, only=only, listener=display)
+        if server is not None:
+            endpoint = server.endpoint()
+            report.scope.append("another process, over HTTP")
+            if endpoint.fingerprint != report.fingerprint:
+                mine, theirs = report.fingerprint, endpoint.fingerprint
+                raise click.ClickException(f"the server in another process has fingerprint {theirs}, this one {mine}")
+            verify_served(
+                report,
+                endpoint,
+                work,
+                vocab_size=lab.vocab_size,
+                alone=lab.alone,
+                only=only,
+                listener=display,
+            )
+    return report
+
+
+SERVER_SIZES = {"max_model_len": 1024, "num_kv_pages": 4096, "max_num_seqs": 64}
+
+
+def run_against(
+    url: str, key: str | None, config: EngineConfig, *, quick: bool, only: tuple[str, ...], display: VerifyDisplay
+) -> Report:
+    """The scenarios over HTTP against a server that somebody else runs."""
+    from tokenspeed.verify.endpoint import Endpoint
+    from tokenspeed.verify.invariance import verify_served
+    from tokenspeed.verify.report import Report
+    from tokenspeed.verify.scenarios import FULL, QUICK
+
+    endpoint = Endpoint(url, key, config.served_model_name[0] if config.served_model_name else "")
+    endpoint.discover()
+    work = QUICK if quick else FULL
+    report = Report(url, work.name, endpoint.fingerprint, [f"one server over HTTP ({endpoint.model})"])
+    verify_served(report, endpoint, work, vocab_size=SAFE_VOCABULARY, only=only, listener=display)
+    return report
+
+
+SAFE_VOCABULARY = 256
+"""Token ids below this exist in every vocabulary."""
+
+
+def under_rl_bitwise(config: EngineConfig) -> EngineConfig:
+    """The configuration under the envelope that promises something, unless the user chose one himself."""
+    return config if "numerics" in config.given else replace(config, numerics="rl-bitwise")

@@ -1,0 +1,204 @@
+"""An OpenAI-compatible server, as a harness uses it: token ids in, token ids and logprobs out.
+
+Works with servers that are not ours, as far as they take token-id prompts and report the logprob of each token. Knows
+HTTP from the standard library only. A logprob arrives as a decimal number; its nearest fp32 is what the server held,
+since a shortest decimal (of a float or of the double that holds it) reads back exactly.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+from tokenspeed.errors import TokenspeedError
+from tokenspeed.verify.items import Item, Outcome, float_bits
+
+TIMEOUT_SECONDS = 600.0
+
+
+class EndpointError(TokenspeedError):
+    """The server cannot be used for this: unreachable, an error status, or a reply that lacks what is compared."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """One choice of a reply. `seed` is what the server says it used, None when it says nothing."""
+
+    outcome: Outcome
+    seed: int | None
+    fingerprint: str | None
+
+
+@dataclass
+class Endpoint:
+    """`url` is the server's root, with or without `/v1`. `model` is asked of the server when not given."""
+
+    url: str
+    api_key: str | None = None
+    model: str = ""
+    vocab_size: int = 0
+    longest: int = 0
+    fingerprint: str = ""
+    is_ours: bool = False
+    _root: str = field(default="", repr=False)
+
+    def __post_init__(self) -> None:
+        self._root = self.url.rstrip("/").removesuffix("/v1")
+
+    def discover(self) -> None:
+        """Ask for the model's name, the longest context and, of a server of ours, the fingerprint and vocabulary."""
+        listed = self.get("/v1/models").get("data") or [{}]
+        self.model = self.model or str(listed[0].get("id", ""))
+        self.longest = int(listed[0].get("max_model_len") or 2048)
+        try:
+            numerics = self.get("/numerics")
+        except EndpointError:
+            return
+        self.is_ours = "fingerprint" in numerics
+        self.fingerprint = str(numerics.get("fingerprint", ""))
+
+    def get(self, path: str) -> dict[str, Any]:
+        """A JSON document."""
+        with self._connection() as connection:
+            return self._json(connection, "GET", path, None)
+
+    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Send a JSON document and read one."""
+        with self._connection() as connection:
+            return self._json(connection, "POST", path, body)
+
+    def complete(self, item: Item, **more: Any) -> list[Reply]:
+        """Every choice of one request, not streamed."""
+        reply = self.post("/v1/completions", self._body(item, **more))
+        usage = reply.get("usage") or {}
+        return [_reply(choice, usage, reply.get("system_fingerprint")) for choice in reply["choices"]]
+
+    def one(self, item: Item, **more: Any) -> Outcome:
+        """The only choice of one request."""
+        return self.complete(item, **more)[0].outcome
+
+    def stream(self, item: Item, *, leave_after: int | None = None) -> Outcome:
+        """The only choice, streamed; with `leave_after` the connection is closed after so many pieces."""
+        ids: list[int] = []
+        bits: list[int] = []
+        reason: str | None = None
+        with self._connection() as connection:
+            response = self._request(connection, "POST", "/v1/completions", self._body(item, stream=True))
+            for number, piece in enumerate(_events(response)):
+                for choice in piece.get("choices", ()):
+                    part = _outcome(choice, {})
+                    ids += part.token_ids
+                    bits += part.bits
+                    reason = part.finish_reason or reason
+                if leave_after is not None and number + 1 >= leave_after:
+                    return Outcome(tuple(ids), tuple(bits), (), "abort")
+        return Outcome(tuple(ids), tuple(bits), (), reason)
+
+    def many(self, items: list[Item], *, stagger_seconds: float = 0.0, concurrency: int | None = None) -> list[Outcome]:
+        """All items at the same time, each over a connection of its own."""
+
+        def run(numbered: tuple[int, Item]) -> Outcome:
+            number, item = numbered
+            time.sleep(number * stagger_seconds)
+            return self.one(item)
+
+        with ThreadPoolExecutor(concurrency or max(len(items), 1)) as pool:
+            return list(pool.map(run, enumerate(items)))
+
+    def _body(self, item: Item, **more: Any) -> dict[str, Any]:
+        params = item.params
+        body: dict[str, Any] = {
+            "model": self.model,
+            "prompt": list(item.prompt),
+            "max_tokens": params.max_tokens,
+            "temperature": params.temperature,
+            "seed": params.seed,
+            "logprobs": 1,
+            "ignore_eos": params.ignore_eos,
+            "return_tokens_as_token_ids": True,
+        }
+        # Only what is not the default: other servers refuse fields that they do not know.
+        plain = type(params)()
+        for name in ("top_k", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"):
+            if getattr(params, name) != getattr(plain, name):
+                body[name] = getattr(params, name)
+        return {**body, **more}
+
+    @contextmanager
+    def _connection(self) -> Iterator[http.client.HTTPConnection]:
+        parts = urlsplit(self._root)
+        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        connection = kind(parts.netloc, timeout=TIMEOUT_SECONDS)
+        try:
+            yield connection
+        finally:
+            connection.close()
+
+    def _request(
+        self, connection: http.client.HTTPConnection, method: str, path: str, body: dict[str, Any] | None
+    ) -> http.client.HTTPResponse:
+        headers = {"content-type": "application/json"}
+        if self.api_key:
+            headers["authorization"] = f"Bearer {self.api_key}"
+        try:
+            connection.request(
+                method, urlsplit(self._root).path + path, None if body is None else json.dumps(body), headers
+            )
+            response = connection.getresponse()
+        except (OSError, http.client.HTTPException) as error:
+            raise EndpointError(f"{self._root}{path}: {type(error).__name__}: {error}") from error
+        if response.status >= 400:
+            raise EndpointError(f"{self._root}{path}: {response.status} {response.read(2000).decode(errors='replace')}")
+        return response
+
+    def _json(
+        self, connection: http.client.HTTPConnection, method: str, path: str, body: dict[str, Any] | None
+    ) -> dict[str, Any]:
+        text = self._request(connection, method, path, body).read()
+        try:
+            value: dict[str, Any] = json.loads(text)
+        except ValueError as error:
+            raise EndpointError(f"{self._root}{path}: the reply is no JSON") from error
+        return value
+
+
+def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
+    for line in response:
+        if line.startswith(b"data: ") and not line.startswith(b"data: [DONE]"):
+            yield json.loads(line[6:])
+
+
+def _reply(choice: dict[str, Any], usage: dict[str, Any], fingerprint: str | None) -> Reply:
+    return Reply(_outcome(choice, usage), choice.get("seed"), fingerprint)
+
+
+def _outcome(choice: dict[str, Any], usage: dict[str, Any]) -> Outcome:
+    logprobs = choice.get("logprobs") or {}
+    tokens, values = logprobs.get("tokens"), logprobs.get("token_logprobs")
+    if tokens is None or values is None:
+        raise EndpointError("the reply has no token logprobs (`logprobs.tokens`, `logprobs.token_logprobs`)")
+    prompt = tuple(
+        float_bits(next(iter(record.values()))["logprob"]) for record in choice.get("prompt_logprobs") or () if record
+    )
+    details = usage.get("prompt_tokens_details") or {}
+    return Outcome(
+        tuple(_token_id(token) for token in tokens),
+        tuple(float_bits(value) for value in values),
+        prompt,
+        choice.get("finish_reason"),
+        int(details.get("cached_tokens") or 0),
+    )
+
+
+def _token_id(token: str) -> int:
+    head, _, number = token.rpartition("token_id:")
+    if head or not number.isdecimal():
+        raise EndpointError(f"the server names the token {token!r}; `return_tokens_as_token_ids` should make it an id")
+    return int(number)

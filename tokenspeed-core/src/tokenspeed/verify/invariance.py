@@ -1,0 +1,86 @@
+"""`verify`: every scenario of the tables, in this process with the first difference located, and over HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from tokenspeed.verify.endpoint import Endpoint
+from tokenspeed.verify.harness import Listener, judge
+from tokenspeed.verify.items import result_digest
+from tokenspeed.verify.lab import Lab
+from tokenspeed.verify.report import Report
+from tokenspeed.verify.scenarios import SCENARIOS, Check, Stage, Work, thread_numbers
+from tokenspeed.verify.served import SERVED, Expected, ServedStage
+from tokenspeed.verify.trace import locate
+
+NOT_AGAIN = "the difference did not come again when both were repeated: it depends on what the process did before"
+
+
+def verify_engine(
+    lab: Lab,
+    work: Work,
+    *,
+    only: Collection[str] = (),
+    listener: Listener = lambda _result, _over: None,
+) -> Report:
+    """Run the scenarios (all, or those named) on a lab that has computed nothing yet."""
+    stage = Stage(lab, work)
+    lab.warm_up(stage.items[0])
+    report = Report(
+        lab.config.model, work.name, lab.certificate.fingerprint, [f"this process, on {_thread_numbers(lab)}"]
+    )
+    for scenario in SCENARIOS.values():
+        if only and scenario.name not in only:
+            continue
+        report.results.append(
+            judge(
+                scenario.name,
+                scenario.states,
+                dict(scenario.proof),
+                scenario.run(stage),
+                locate=lambda check: place(lab, check),
+                listener=listener,
+            )
+        )
+    report.result_digest = result_digest((item, lab.alone(item)) for item in stage.items)
+    return report
+
+
+def _thread_numbers(lab: Lab) -> str:
+    numbers = thread_numbers(lab)
+    return f"{', '.join(map(str, numbers))} thread{'s' if numbers != [1] else ''}"
+
+
+def verify_served(
+    report: Report,
+    endpoint: Endpoint,
+    work: Work,
+    *,
+    vocab_size: int,
+    alone: Expected | None = None,
+    only: Collection[str] = (),
+    listener: Listener = lambda _result, _over: None,
+) -> None:
+    """Run the scenarios over HTTP and add their results to `report`.
+
+    `alone` computes what a reply must be; without it the server's own reply to the request alone counts.
+    """
+    stage = ServedStage(endpoint, work, vocab_size, alone or endpoint.one)
+    for scenario in SERVED:
+        name = f"{HTTP}{scenario.name}"
+        if (only and name not in only) or (scenario.needs_ours and not endpoint.is_ours):
+            continue
+        states = scenario.states if alone is None else f"{scenario.states}, as in this process"
+        report.results.append(judge(name, states, dict(scenario.proof), scenario.run(stage), listener=listener))
+
+
+HTTP = "http-"
+"""Before the names of scenarios that run over HTTP."""
+
+
+def place(lab: Lab, check: Check) -> str:
+    """The first operator call of a check's two conditions that differs, in words."""
+    if check.reference is None or check.tested is None:
+        return check.blame
+    found = locate(lab, check.reference, check.tested, check.index)
+    return (check.blame or NOT_AGAIN) if found is None else found.describe()
