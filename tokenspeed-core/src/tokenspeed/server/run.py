@@ -108,7 +108,8 @@ class Server(uvicorn.Server):
             uvicorn.Config(
                 create_app(service),
                 log_config=None,
-                log_level=log_level,
+                # What uvicorn would say of its start and end is printed by the caller already.
+                log_level="warning" if log_level == "info" else log_level,
                 access_log=log_level == "debug",
                 lifespan="on",
                 ws="none",
