@@ -114,8 +114,8 @@ class Plan:
             spec = self.kernel(operation)
             if spec.name not in loaded and spec.name not in problems:
                 try:
-                    prepare = spec.prepare_weights and _import(spec.prepare_weights)
-                    loaded[spec.name] = (_import(spec.implementation), prepare or None)
+                    prepare = spec.prepare_weights and import_target(spec.prepare_weights)
+                    loaded[spec.name] = (import_target(spec.implementation), prepare or None)
                 except (Exception, SystemExit) as error:  # a kernel's module may raise anything at import
                     problems[spec.name] = _broken_kernel(spec, error)
             if spec.name in loaded:
@@ -133,7 +133,7 @@ class Plan:
         for spec in self.kernels():
             if spec.variant is not None:
                 try:
-                    found[spec.name] = str(_import(spec.variant)())
+                    found[spec.name] = str(import_target(spec.variant)())
                 except (Exception, SystemExit) as error:
                     problems.append(_broken_kernel(spec, error))
         if problems:
@@ -224,7 +224,8 @@ def _need_dict(need: Need) -> dict[str, Any]:
     }
 
 
-def _import(target: str) -> Callable[..., Any]:
+def import_target(target: str) -> Callable[..., Any]:
+    """The function that `"module:function"` names; TypeError when it is none, and whatever its module raises."""
     module, _, name = target.partition(":")
     function = getattr(importlib.import_module(module), name)
     if not callable(function):
