@@ -16,6 +16,10 @@ IM_START, IM_END, END_OF_TEXT = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
 ALL_ADDITIONS = [(a, b) for a in range(10, 100) for b in range(10, 100)]
 
 
+# Kinds of facts in `Corpus.fact`, those with many facts more often: capitals, colors, opposites, voices, homes, …
+_FACT_KINDS = (0, 0, 0, 1, 1, 2, 2, 2, 3, 4, 5, 5, 6, 6, 7, 8)
+
+
 def addition_prompt(a: int, b: int) -> str:
     """The fixed format of the addition task; the model continues it with the sum and the end of the text."""
     return f"{a}+{b}="
@@ -75,9 +79,9 @@ class Corpus:
     def document(self) -> str:
         """One text of a random kind that is no addition, without the end-of-text marker."""
         kind = self.random.random()
-        if kind < 0.40:
+        if kind < 0.30:
             return self.pick(self.stories)()
-        if kind < 0.55:
+        if kind < 0.50:
             return " ".join(self.fact()[1] for _ in range(self.random.randint(1, 3)))
         return self.chat()
 
@@ -198,7 +202,7 @@ class Corpus:
 
     def fact(self) -> tuple[str, str]:
         """A question and the sentence that answers it."""
-        kind = self.random.randrange(9)
+        kind = self.pick(_FACT_KINDS)
         if kind == 0:
             country = self.pick(list(words.CAPITALS))
             city = words.CAPITALS[country]
@@ -257,10 +261,10 @@ class Corpus:
 
     def exchange(self) -> tuple[str, str]:
         kind = self.random.random()
-        if kind < 0.40:
+        if kind < 0.25:
             asked, answers = self.pick(words.SMALL_TALK)
             return self.pick(options(asked)), self.pick(options(answers))
-        if kind < 0.80:
+        if kind < 0.82:
             return self.fact()
         if kind < 0.92:
             animal = self.animal()
