@@ -27,3 +27,12 @@ def same_dtype(what: str, tensor: torch.Tensor, expected: torch.dtype) -> None:
     """Raise TypeError unless `tensor` has the expected dtype."""
     if tensor.dtype != expected:
         raise TypeError(f"{what}: {tensor.dtype}, expected {expected}")
+
+
+def vector_address(what: str, vector: torch.Tensor, width: int, dtype: torch.dtype) -> int:
+    """The address of a contiguous vector of `width` elements. Raises TypeError and ValueError for another."""
+    if vector.dtype is not dtype:
+        raise TypeError(f"{what}: {vector.dtype}, expected {dtype}")
+    if vector.dim() != 1 or vector.numel() != width or not vector.is_contiguous():
+        raise ValueError(f"{what} is {list(vector.shape)}, expected a contiguous [{width}]")
+    return vector.data_ptr()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tokenspeed_kernels_aok.cpu.arguments import DTYPE_CODES, float_code, same_dtype, unit_stride
+from tokenspeed_kernels_aok.cpu.arguments import DTYPE_CODES, float_code, vector_address
 from tokenspeed_kernels_aok.cpu.library import KernelCall
 from tokenspeed_kernels_aok.cpu.selfcheck import checked, pattern
 
@@ -69,17 +69,19 @@ def linear(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = No
     """
     rows, k = x.shape
     code = float_code("x", x)
-    if k != weight.k:
-        raise ValueError(f"x has {k} columns, the weight [{weight.n},{weight.k}] takes {weight.k}")
-    x = unit_stride(x)
-    bias_address = 0 if bias is None else _bias_address(bias, weight)
     n = weight.n
+    if k != weight.k:
+        raise ValueError(f"x has {k} columns, the weight [{n},{weight.k}] takes {weight.k}")
+    row_stride, unit = x.stride()
+    if unit != 1:
+        x, row_stride = x.contiguous(), k
+    bias_address = 0 if bias is None else vector_address("bias", bias, n, weight.dtype)
     out = x.new_empty(rows, n)
     if rows and n:
         _gemm(
             _GEMM.pack(
                 x.data_ptr(), weight.address, bias_address, out.data_ptr(),
-                1, rows, k, n, 0, x.stride(0), 0, n, 0, code, weight.code, torch.get_num_threads(),
+                1, rows, k, n, 0, row_stride, 0, n, 0, code, weight.code, torch.get_num_threads(),
             )
         )  # fmt: skip
     return out
@@ -97,7 +99,8 @@ def batched(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
             f"x is [T,{groups},{k}], the weight [{weight.groups},{weight.n},{weight.k}] takes "
             f"[T,{weight.groups},{weight.k}]"
         )
-    x = unit_stride(x)
+    if x.stride(2) != 1:
+        x = x.contiguous()
     n = weight.n
     out = x.new_empty(rows, groups, n)
     if rows and groups and n:
@@ -109,15 +112,6 @@ def batched(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
             )
         )  # fmt: skip
     return out
-
-
-def _bias_address(bias: torch.Tensor, weight: PackedWeight) -> int:
-    same_dtype("bias", bias, weight.dtype)
-    if bias.shape != (weight.n,) or not bias.is_contiguous():
-        raise ValueError(
-            f"bias is {list(bias.shape)}, the weight [{weight.n},{weight.k}] takes a contiguous [{weight.n}]"
-        )
-    return bias.data_ptr()
 
 
 def _check_pack(call: KernelCall) -> tuple[torch.Tensor, ...]:

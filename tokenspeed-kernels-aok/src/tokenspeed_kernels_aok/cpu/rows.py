@@ -6,7 +6,7 @@ import struct
 
 import torch
 
-from tokenspeed_kernels_aok.cpu.arguments import DTYPE_CODES, float_code, same_dtype, unit_stride
+from tokenspeed_kernels_aok.cpu.arguments import DTYPE_CODES, float_code, same_dtype, unit_stride, vector_address
 from tokenspeed_kernels_aok.cpu.library import KernelCall
 from tokenspeed_kernels_aok.cpu.selfcheck import checked, pattern
 
@@ -21,16 +21,18 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     Raises TypeError unless x and weight have one dtype, bf16 or fp32; ValueError for shapes that do not fit.
     """
     code = float_code("x", x)
-    x = unit_stride(x)
+    if x.stride(-1) != 1:
+        x = x.contiguous()
     if x.dim() == 2:
         outer, h = x.shape
         inner, inner_stride = 1, 0
+        out = x.new_empty(outer, h)
     else:
         outer, inner, h = x.shape
         inner_stride = x.stride(1)
-    address = _scale_address(weight, h, x.dtype)
-    out = x.new_empty(x.shape)
-    if out.numel():
+        out = x.new_empty(outer, inner, h)
+    address = vector_address("weight", weight, h, x.dtype)
+    if outer and inner and h:
         _rms_norm(
             _NORM.pack(
                 x.data_ptr(), 0, address, out.data_ptr(), 0,
@@ -53,9 +55,9 @@ def add_rms_norm(
         raise ValueError(f"residual is {list(residual.shape)}, x is {list(x.shape)}")
     x, residual = unit_stride(x), unit_stride(residual)
     outer, h = x.shape
-    address = _scale_address(weight, h, x.dtype)
+    address = vector_address("weight", weight, h, x.dtype)
     out, total = x.new_empty(outer, h), x.new_empty(outer, h)
-    if out.numel():
+    if outer and h:
         _rms_norm(
             _NORM.pack(
                 x.data_ptr(), residual.data_ptr(), address, out.data_ptr(), total.data_ptr(),
@@ -74,26 +76,31 @@ def rope(
     Raises TypeError for other dtypes, ValueError for shapes that do not fit.
     """
     code = float_code("q", q)
-    same_dtype("k", k, q.dtype)
-    same_dtype("cos_sin", cos_sin, torch.float32)
-    same_dtype("positions", positions, torch.int64)
-    q, k, cos_sin, positions = unit_stride(q), unit_stride(k), unit_stride(cos_sin), positions.contiguous()
+    if k.dtype is not q.dtype or cos_sin.dtype is not torch.float32 or positions.dtype is not torch.int64:
+        raise TypeError(
+            f"q {q.dtype}, k {k.dtype}, positions {positions.dtype}, cos_sin {cos_sin.dtype}: "
+            "expected q and k alike, torch.int64 and torch.float32"
+        )
     tokens, q_heads, d = q.shape
-    k_heads = k.shape[1]
+    k_tokens, k_heads, k_width = k.shape
     rows, rotary = cos_sin.shape
-    if k.shape[0] != tokens or k.shape[2] != d or positions.shape[0] != tokens or rotary > d or rotary % 2:
+    if k_tokens != tokens or k_width != d or positions.numel() != tokens or rotary > d or rotary % 2:
         raise ValueError(
             f"q {list(q.shape)}, k {list(k.shape)}, positions {list(positions.shape)}, cos_sin {list(cos_sin.shape)}: "
             "expected [T,Hq,D], [T,Hkv,D], [T] and [positions,R] with R even and at most D"
         )
-    q_out, k_out = q.new_empty(tokens, q_heads, d), k.new_empty(tokens, k_heads, d)
+    q_strides, k_strides, (row_stride, unit) = q.stride(), k.stride(), cos_sin.stride()
+    strided = d > 1 and (q_strides[2] != 1 or k_strides[2] != 1)
+    if strided or (rotary > 1 and unit != 1) or not positions.is_contiguous():
+        return rope(q.contiguous(), k.contiguous(), positions.contiguous(), cos_sin.contiguous(), interleaved)
+    q_out, k_out = q.new_empty(tokens, q_heads, d), q.new_empty(tokens, k_heads, d)
     if tokens and d:
         _rope(
             _ROPE.pack(
                 q.data_ptr(), k.data_ptr(), q_out.data_ptr(), k_out.data_ptr(), positions.data_ptr(),
                 cos_sin.data_ptr(), tokens, q_heads, k_heads, d, rotary,
-                q.stride(0), q.stride(1), k.stride(0), k.stride(1), cos_sin.stride(0), rows,
-                bool(interleaved), code, torch.get_num_threads(),
+                q_strides[0], q_strides[1], k_strides[0], k_strides[1], row_stride, rows,
+                1 if interleaved else 0, code, torch.get_num_threads(),
             )
         )  # fmt: skip
     return q_out, k_out
@@ -108,21 +115,16 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     tokens, both = gate_up.shape
     if both % 2:
         raise ValueError(f"gate_up has {both} columns, expected an even number: gate, then up")
-    gate_up = unit_stride(gate_up)
+    row_stride, unit = gate_up.stride()
+    if unit != 1:
+        gate_up, row_stride = gate_up.contiguous(), both
     f = both // 2
     out = gate_up.new_empty(tokens, f)
     if tokens and f:
         _silu_and_mul(
-            _SILU.pack(gate_up.data_ptr(), out.data_ptr(), tokens, f, gate_up.stride(0), code, torch.get_num_threads())
+            _SILU.pack(gate_up.data_ptr(), out.data_ptr(), tokens, f, row_stride, code, torch.get_num_threads())
         )
     return out
-
-
-def _scale_address(weight: torch.Tensor, width: int, dtype: torch.dtype) -> int:
-    same_dtype("weight", weight, dtype)
-    if weight.shape != (width,) or not weight.is_contiguous():
-        raise ValueError(f"weight is {list(weight.shape)}, expected a contiguous [{width}]")
-    return weight.data_ptr()
 
 
 _CHECKED_WIDTH = 147  # whole groups of 64 lanes, whole vectors, and a remainder
