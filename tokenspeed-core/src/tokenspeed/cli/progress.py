@@ -6,7 +6,7 @@ import time
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 
 class StartProgress:
@@ -18,7 +18,7 @@ class StartProgress:
         self._stage = ""
         self._live: Progress | None = None
         if console.is_terminal:
-            columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+            columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
             self._live = Progress(*columns, TimeElapsedColumn(), console=console, transient=True)
 
     def __enter__(self) -> StartProgress:

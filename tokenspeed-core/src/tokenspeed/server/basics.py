@@ -60,7 +60,7 @@ async def detokenize(body: DetokenizeRequest, service: ServiceDep) -> Response:
     return JsonResponse({"prompt": text, "text": text})
 
 
-@routes.get("/health")
+@routes.api_route("/health", methods=["GET", "HEAD"])
 async def health(service: ServiceDep) -> Response:
     """200 while the engine lives and accepts requests, else 503."""
     if service.client.dead is not None:
