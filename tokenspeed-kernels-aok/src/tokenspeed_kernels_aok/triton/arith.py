@@ -47,6 +47,7 @@ def narrow(x, DTYPE: tl.constexpr, EMULATE: tl.constexpr):
 def dot(a, b, acc, EMULATE: tl.constexpr):
     """acc + a @ b in fp32 (never TF32), K ascending."""
     if EMULATE:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+        # Not tl.dot: the interpreter hands it to a BLAS, whose order of additions follows the shape of the tile.
+        return acc + tl.sum(a.to(tl.float32)[:, :, None] * b.to(tl.float32)[None, :, :], axis=1)
     else:
         return tl.dot(a, b, acc, input_precision="ieee")

@@ -90,7 +90,7 @@ def sumexp_kernel(
     total = 0.0
     for start in range(begin, end, PIECE * TOGETHER):
         lanes = tl.zeros((TOGETHER, LANES), tl.float32)
-        for step in range(0, PIECE, LANES * AHEAD):
+        for step in range(0, tl.minimum(PIECE, end - start), LANES * AHEAD):
             entries = ()
             for ahead in tl.static_range(AHEAD):
                 entry = start + first_at + (step + ahead * LANES)

@@ -2,7 +2,8 @@
 
 The rule is that of `tokenspeed.kernels.reference.sampling`, and every step of it is exact or elementwise, so no order
 of additions is involved: counts and weights (multiples of 2^-40) are integers, maxima are exact, the noise is a
-function of (seed, position, token id). The kept set is a bound: tokens above a value, and those equal to it up to an id.
+function of (seed, position, token id). The kept set is a bound: tokens above a value, and those equal to it up to some
+id.
 
 The bound of top-k and top-p is found by bisection over the 32-bit keys that order floats, one row a program; rows
 without them skip it.

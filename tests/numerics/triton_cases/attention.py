@@ -1,0 +1,157 @@
+"""`attention.paged`: agreement, decode = prefill, one program = many, rows alone = rows in a batch."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from tokenspeed.kernels.operators import PAGE_SIZE
+from tokenspeed.kernels.reference import attention as reference
+from tokenspeed_kernels_aok.triton import attention
+from tokenspeed_kernels_aok.triton.launch import arch_of
+from tokenspeed_kernels_aok.triton.tiles import ATTENTION, AttentionTile, attention_tile
+from triton_cases.support import DEVICE, DTYPES, SIZES, architectures, assert_agrees, random, same_bits
+
+
+@dataclasses.dataclass
+class Call:
+    """One call over a cache whose slots past each context hold NaN, as a stranger's leftovers might."""
+
+    q: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    query_starts: torch.Tensor
+    context_lens: torch.Tensor
+    page_tables: torch.Tensor
+
+    def run(self, window: int = 0, *, tile: AttentionTile | None = None, whole: bool = True) -> torch.Tensor:
+        tile = tile or attention_tile(arch_of(DEVICE), self.q.shape[-1], self.q.element_size())
+        return attention.paged_by(tile, whole, *self.arguments(), window)
+
+    def arguments(self) -> tuple[Any, ...]:
+        parts = (self.q, self.k_cache, self.v_cache, self.query_starts, self.context_lens, self.page_tables)
+        return (*parts, self.q.shape[-1] ** -0.5)
+
+    def only(self, rows: dict[int, int]) -> Call:
+        """The last `rows[b]` queries of each sequence b that is named, in that order."""
+        picked, starts = [], [0]
+        for b, count in rows.items():
+            end = int(self.query_starts[b + 1])
+            picked.append(self.q[end - count : end])
+            starts.append(starts[-1] + count)
+        sequences = torch.tensor(list(rows), device=DEVICE)
+        return dataclasses.replace(
+            self,
+            q=torch.cat(picked),
+            query_starts=torch.tensor(starts, dtype=torch.int32, device=DEVICE),
+            context_lens=self.context_lens[sequences],
+            page_tables=self.page_tables[sequences],
+        )
+
+    def upto(self, b: int, length: int, count: int) -> Call:
+        """Queries length - count .. length - 1 of sequence b, as if its later tokens did not exist yet."""
+        start = int(self.query_starts[b]) + length - count
+        before = int(self.context_lens[b]) - int(self.query_starts[b + 1]) + int(self.query_starts[b])
+        assert before == 0, "the sequence must be a whole prefill"
+        return dataclasses.replace(
+            self,
+            q=self.q[start : start + count],
+            query_starts=torch.tensor([0, count], dtype=torch.int32, device=DEVICE),
+            context_lens=torch.tensor([length], dtype=torch.int32, device=DEVICE),
+            page_tables=self.page_tables[b : b + 1],
+        )
+
+
+def make_call(
+    lengths: list[int],
+    counts: list[int],
+    dtype: torch.dtype = torch.bfloat16,
+    heads: tuple[int, int, int] = (4, 2, 16),
+) -> Call:
+    """Sequences of `lengths` tokens of which the last `counts` are queries; pages in random order."""
+    q_heads, kv_heads, head_dim = heads
+    pages = [-(-length // PAGE_SIZE) for length in lengths]
+    order = torch.randperm(sum(pages), generator=torch.Generator().manual_seed(0))
+    shape = (sum(pages), PAGE_SIZE, kv_heads, head_dim)
+    caches = [random(*shape, dtype=dtype, seed=seed) for seed in (1, 2)]
+    page_tables = torch.full((len(lengths), max(pages)), -1, dtype=torch.int32)
+    used = 0
+    for b, (length, count) in enumerate(zip(lengths, pages, strict=True)):
+        page_tables[b, :count] = order[used : used + count]
+        used += count
+        for pool in caches:
+            pool[order[used - 1], length - PAGE_SIZE * (count - 1) :] = torch.nan
+    starts = torch.tensor([0, *counts]).cumsum(0)
+    return Call(
+        random(int(starts[-1]), q_heads, head_dim, dtype=dtype),
+        *caches,
+        starts.to(torch.int32).to(DEVICE),
+        torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
+        page_tables.to(DEVICE),
+    )
+
+
+@pytest.mark.parametrize(("dtype", "window"), [*((dtype, 0) for dtype in DTYPES), (torch.bfloat16, 20)])
+def test_a_mixed_batch_agrees_with_the_reference(dtype: torch.dtype, window: int) -> None:
+    call = make_call([5, 300, 64, 513], [5, 1, 40, 2], dtype, heads=(3, 1, 24))
+    expected = reference.paged(*call.arguments(), window)
+    assert_agrees("attention.paged", call.run(window), expected)
+
+
+def test_the_public_function_chooses_and_rows_of_no_sequence_are_zero() -> None:
+    call = make_call([40, 300], [3, 1])
+    padded = dataclasses.replace(call, q=torch.cat([call.q, torch.full_like(call.q[:2], 7)]))
+    out = attention.paged(*padded.arguments())
+    assert same_bits(out[:4], call.run())
+    assert not out[4:].any()
+
+
+@pytest.mark.parametrize("window", [0, 20, 270])
+def test_one_program_for_all_splits_and_one_for_each_give_the_same_bits(window: int) -> None:
+    call = make_call([5, 300, 513], [5, 1, 2])
+    assert same_bits(call.run(window, whole=False), call.run(window))
+
+
+@pytest.mark.parametrize("arch", architectures(ATTENTION))
+def test_decode_is_prefill_and_chunks_are_the_whole(arch: str) -> None:
+    call = make_call([290], [290], heads=(2, 1, 16))
+    tile = attention_tile(arch, 16, 2)
+    prefill = call.run(tile=tile)
+    assert torch.isfinite(prefill).all()
+    for position in (0, 15, 16, 63, 64, 255, 256, 289):
+        for whole in (True, False):
+            decode = call.upto(0, position + 1, 1).run(tile=tile, whole=whole)
+            assert same_bits(decode[0], prefill[position]), f"decode at {position} differs from prefill"
+    for length, count in ((100, 100), (259, 59), (290, 31)):
+        chunk = call.upto(0, length, count).run(tile=tile)
+        assert same_bits(chunk, prefill[length - count : length]), f"chunk of {count} up to {length} differs"
+
+
+def test_a_row_alone_is_the_row_in_a_batch() -> None:
+    lengths = [1 + 37 * b % 290 for b in range(33)]
+    call = make_call(lengths, [1] * len(lengths), heads=(2, 1, 16))
+    batch = call.run()
+    for size in SIZES[: SIZES.index(33)]:
+        part = call.only(dict.fromkeys(range(size), 1)).run()
+        assert same_bits(part, batch[:size]), f"the first {size} rows depend on the batch"
+    long_neighbour = make_call([*lengths[:3], 700], [1, 1, 1, 90], heads=(2, 1, 16))
+    alone = long_neighbour.only({1: 1}).run()
+    assert same_bits(alone, long_neighbour.run()[1:2])
+
+
+def test_a_tile_with_another_split_is_caught() -> None:
+    """The control: the split is part of the order, so the comparison above must see a change of it."""
+    call = make_call([290], [1], torch.float32, heads=(2, 1, 16))
+    tile = attention_tile(arch_of(DEVICE), 16, 4)
+    other = dataclasses.replace(tile, split=64)
+    assert_agrees("attention.paged", call.run(tile=other), call.run(tile=tile))
+    assert not same_bits(call.run(tile=other), call.run(tile=tile))
+
+
+def test_too_large_groups_are_refused() -> None:
+    call = make_call([5], [1], heads=(65, 1, 16))
+    with pytest.raises(ValueError, match="65 query heads on 1 kv heads"):
+        attention.paged(*call.arguments())

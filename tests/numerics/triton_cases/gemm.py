@@ -1,0 +1,108 @@
+"""`gemm.linear` and `gemm.batched`: agreement, one order for every tile, rows alone and in a batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from tokenspeed.kernels.reference import gemm as reference
+from tokenspeed_kernels_aok.triton import gemm
+from tokenspeed_kernels_aok.triton.launch import INTERPRETED
+from tokenspeed_kernels_aok.triton.tiles import GEMM, GemmTable, GemmTile
+from triton_cases.support import (
+    DEVICE,
+    DTYPES,
+    architectures,
+    assert_agrees,
+    assert_rows_do_not_depend_on_the_batch,
+    random,
+    same_bits,
+)
+
+
+def _tiles(table: GemmTable) -> list[GemmTile]:
+    """The table's tiles; in the interpreter those whose products fit into its largest tensor."""
+    largest = tl.TRITON_MAX_TENSOR_NUMEL if INTERPRETED else 2**62
+    tiles = [tile for tile in table.tiles if tile.block_m * tile.block_n * table.block_k <= largest]
+    assert len(tiles) >= len(table.tiles) - 1
+    return tiles
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("m", "k", "n"), [(37, 200, 130), (1, 64, 64), (130, 72, 300), (3, 67, 5)])
+def test_linear_agrees_with_the_reference(dtype: torch.dtype, m: int, k: int, n: int) -> None:
+    x, weight, bias = random(m, k, dtype=dtype), random(n, k, dtype=dtype, seed=1), random(n, dtype=dtype, seed=2)
+    prepared = gemm.prepare_linear(weight)
+    assert_agrees("gemm.linear", gemm.linear(x, prepared, bias), reference.linear(x, weight, bias))
+    assert_agrees("gemm.linear", gemm.linear(x, prepared), reference.linear(x, weight))
+
+
+def test_linear_takes_strided_rows_and_no_rows() -> None:
+    x, weight = random(9, 128, dtype=torch.bfloat16), random(40, 64, dtype=torch.bfloat16, seed=1)
+    assert same_bits(gemm.linear(x[:, :64], weight), gemm.linear(x[:, :64].contiguous(), weight))
+    assert gemm.linear(x[:0, :64], weight).shape == (0, 40)
+
+
+def test_prepared_weights_are_kept_where_their_rows_are_aligned() -> None:
+    aligned, odd = random(5, 64, dtype=torch.bfloat16), random(5, 67, dtype=torch.bfloat16)
+    assert gemm.prepare_linear(aligned).data_ptr() == aligned.data_ptr()
+    assert gemm.prepare_linear(odd).stride() == (72, 1)
+    assert same_bits(gemm.prepare_linear(odd), odd)
+
+
+@pytest.mark.parametrize("arch", architectures(GEMM))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_tile_of_a_table_gives_the_same_bits(arch: str, dtype: torch.dtype) -> None:
+    x, weight, bias = random(70, 200, dtype=dtype), random(150, 200, dtype=dtype, seed=1), random(150, dtype=dtype)
+    table = gemm.table_for(arch, dtype)
+    first, *others = [gemm.linear_by(table, tile, x, weight, bias) for tile in _tiles(table)]
+    assert all(same_bits(other, first) for other in others)
+    assert torch.isfinite(first).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_linear_rows_do_not_depend_on_the_batch(dtype: torch.dtype) -> None:
+    weight = random(72, 136, dtype=dtype, seed=1)
+    assert_rows_do_not_depend_on_the_batch(lambda x: gemm.linear(x, weight), random(128, 136, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_batched_agrees_and_its_rows_do_not_depend_on_the_batch(dtype: torch.dtype) -> None:
+    x, weight = random(128, 3, 72, dtype=dtype), random(3, 40, 72, dtype=dtype, seed=1)
+    out = gemm.batched(x, weight)
+    assert out.is_contiguous()
+    assert_agrees("gemm.batched", out, reference.batched(x, weight))
+    assert_rows_do_not_depend_on_the_batch(lambda rows: gemm.batched(rows, weight), x)
+    for arch in architectures(GEMM):
+        table = gemm.table_for(arch, dtype)
+        first, *others = [gemm.batched_by(table, tile, x, weight) for tile in _tiles(table)]
+        assert all(same_bits(other, first) for other in others)
+
+
+@triton.jit
+def _split_k_kernel(x, weight, out, depth, columns, PART: tl.constexpr, BLOCK: tl.constexpr):
+    """One row: PART elements of K at a time, added left to right. The fault that batch-dependent split-K makes."""
+    row = tl.program_id(0)
+    n = tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, depth, PART):
+        k = start + tl.arange(0, PART)
+        part = tl.load(weight + n[:, None] * depth + k[None, :])
+        total += tl.sum(part * tl.load(x + row * depth + k)[None, :], axis=1)
+    tl.store(out + row * columns + n, total)
+
+
+def _linear_that_splits_k_for_few_rows(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    out = torch.empty(len(x), len(weight), device=DEVICE)
+    part = 16 if len(x) < 16 else 64
+    _split_k_kernel[(len(x),)](x, weight, out, x.shape[1], len(weight), PART=part, BLOCK=8)
+    return out
+
+
+def test_a_kernel_that_splits_k_by_batch_size_is_caught() -> None:
+    x, weight = random(128, 128), random(8, 128, seed=1)
+    assert_agrees("gemm.linear", _linear_that_splits_k_for_few_rows(x, weight), reference.linear(x, weight))
+    with pytest.raises(AssertionError, match="depend on the batch"):
+        assert_rows_do_not_depend_on_the_batch(lambda rows: _linear_that_splits_k_for_few_rows(rows, weight), x)
