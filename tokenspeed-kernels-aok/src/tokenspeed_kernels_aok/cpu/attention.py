@@ -6,16 +6,14 @@ import ctypes
 import struct
 
 import torch
-from tokenspeed.kernels.operators import PAGE_SIZE
 
-from tokenspeed_kernels_aok.cpu.arguments import float_code, same_dtype, unit_stride
-from tokenspeed_kernels_aok.cpu.library import library
+from tokenspeed.kernels.operators import PAGE_SIZE
+from tokenspeed_kernels_aok.cpu.arguments import DTYPE_CODES, float_code, same_dtype, unit_stride
+from tokenspeed_kernels_aok.cpu.library import KernelCall
+from tokenspeed_kernels_aok.cpu.selfcheck import checked, pattern
 
 _CACHE_WRITE = struct.Struct("18q")
 _ATTENTION = struct.Struct("20qd3q")
-
-_cache_write = library().kernel("cache_write", _CACHE_WRITE)
-_attention = library().kernel("attention", _ATTENTION)
 
 
 def cache_write(
@@ -125,3 +123,52 @@ def _check_caches(k_cache: torch.Tensor, v_cache: torch.Tensor) -> tuple[int, in
     if k_cache.stride()[1:] != inner or v_cache.stride()[1:] != inner:
         raise ValueError(f"a cache has strides {k_cache.stride()}, {v_cache.stride()}; a page must be contiguous")
     return code, pages, kv_heads, d
+
+
+# The self-check: one sequence of two chunks, a window, a group of two heads, a narrow last block of columns.
+_CHECKED_KEYS, _CHECKED_QUERIES, _CHECKED_HEAD = 300, 3, 44
+
+
+def _check_cache_write(call: KernelCall) -> tuple[torch.Tensor, ...]:
+    outputs = []
+    slots, invalid = torch.tensor([17, -1, 2]), torch.zeros(1, dtype=torch.int64)
+    for dtype, code in DTYPE_CODES.items():
+        k, v = (pattern(3, 1, _CHECKED_HEAD, dtype=dtype, salt=salt) for salt in (0, 3))
+        caches = torch.zeros(2, 2, PAGE_SIZE, 1, _CHECKED_HEAD, dtype=dtype)
+        page = caches.stride(1)
+        call(
+            _CACHE_WRITE.pack(
+                k.data_ptr(), v.data_ptr(), caches[0].data_ptr(), caches[1].data_ptr(), slots.data_ptr(),
+                invalid.data_ptr(), 3, 1, _CHECKED_HEAD, 2,
+                _CHECKED_HEAD, _CHECKED_HEAD, _CHECKED_HEAD, _CHECKED_HEAD, page, page, code, 1,
+            )
+        )  # fmt: skip
+        outputs.append(caches)
+    return tuple(outputs)
+
+
+def _check_attention(call: KernelCall) -> tuple[torch.Tensor, ...]:
+    outputs = []
+    pages = -(-_CHECKED_KEYS // PAGE_SIZE)
+    invalid = torch.zeros(1, dtype=torch.int64)
+    starts, lengths = (torch.tensor(x, dtype=torch.int32) for x in ([0, _CHECKED_QUERIES], [_CHECKED_KEYS]))
+    tables = torch.arange(pages, dtype=torch.int32)
+    for dtype, code in DTYPE_CODES.items():
+        q = pattern(_CHECKED_QUERIES, 2, _CHECKED_HEAD, dtype=dtype)
+        k_cache, v_cache = (pattern(pages, PAGE_SIZE, _CHECKED_HEAD, dtype=dtype, salt=salt) for salt in (3, 5))
+        for window in (0, 280):
+            out = torch.zeros_like(q)
+            call(
+                _ATTENTION.pack(
+                    q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), starts.data_ptr(), lengths.data_ptr(),
+                    tables.data_ptr(), out.data_ptr(), invalid.data_ptr(),
+                    _CHECKED_QUERIES, 1, 2, 1, _CHECKED_HEAD, pages, q.stride(0), q.stride(1),
+                    k_cache.stride(0), v_cache.stride(0), pages, pages, 0.25, window, code, 1,
+                )
+            )  # fmt: skip
+            outputs.append(out)
+    return tuple(outputs)
+
+
+_cache_write = checked("cache_write", _CACHE_WRITE, _check_cache_write)
+_attention = checked("attention", _ATTENTION, _check_attention)

@@ -6,8 +6,9 @@ import struct
 
 import torch
 
-from tokenspeed_kernels_aok.cpu.arguments import float_code, same_dtype, unit_stride
-from tokenspeed_kernels_aok.cpu.library import library
+from tokenspeed_kernels_aok.cpu.arguments import DTYPE_CODES, float_code, same_dtype, unit_stride
+from tokenspeed_kernels_aok.cpu.library import KernelCall
+from tokenspeed_kernels_aok.cpu.selfcheck import checked, pattern
 
 TORCH_BLOCK = 4096
 """Entries that the `torch` order sums before it adds the sums left to right."""
@@ -15,10 +16,6 @@ TORCH_BLOCK = 4096
 _BLOCK_SUMEXP = struct.Struct("10q")
 _LOGPROBS = struct.Struct("13q")
 _SAMPLE = struct.Struct("13q")
-
-_block_sumexp = library().kernel("block_sumexp", _BLOCK_SUMEXP)
-_logprobs = library().kernel("logprobs", _LOGPROBS)
-_sample = library().kernel("sample", _SAMPLE)
 
 
 def block_sumexp(logits: torch.Tensor, row_max: torch.Tensor, temperature: torch.Tensor, block: int) -> torch.Tensor:
@@ -48,7 +45,7 @@ def block_sumexp(logits: torch.Tensor, row_max: torch.Tensor, temperature: torch
 def logprobs(
     logits: torch.Tensor, ids: torch.Tensor, temperature: torch.Tensor, order: str, block: int
 ) -> torch.Tensor:
-    """Log-probabilities of `ids` (int64[R,M]) over the vocabulary, after temperature (fp32[R], 0 counts as 1): fp32[R,M].
+    """Log-probabilities of `ids` (int64[R,M]), over the vocabulary, after temperature (fp32[R], 0 counts as 1): [R,M].
 
     `torch` is (x - max) - log(sum) with the sum in blocks of 4,096; `megatron` is -(log(sum) - (x - max)) with the sum
     in blocks of `block`. NaN for an id outside the vocabulary. Raises TypeError for other dtypes, ValueError for shapes
@@ -117,3 +114,72 @@ def _per_row(what: str, tensor: torch.Tensor, dtype: torch.dtype, rows: int) -> 
     if tensor.shape != (rows,):
         raise ValueError(f"{what} is {list(tensor.shape)}, expected [{rows}] for {rows} rows of logits")
     return tensor.contiguous()
+
+
+# The self-check: a vocabulary of more than one block and an odd rest, every filter at least once.
+_CHECKED_ROWS, _CHECKED_VOCABULARY = 4, 4500
+
+
+def _checked_rows() -> tuple[torch.Tensor, torch.Tensor]:
+    return (
+        pattern(_CHECKED_ROWS, _CHECKED_VOCABULARY, dtype=torch.float32),
+        torch.tensor([0.0, 1.0, 0.75, 3.0]),
+    )
+
+
+def _check_block_sumexp(call: KernelCall) -> tuple[torch.Tensor, ...]:
+    outputs = []
+    logits, temperature = _checked_rows()
+    most = torch.full((_CHECKED_ROWS,), 64.0)
+    for dtype, code in DTYPE_CODES.items():
+        x, sums = logits.to(dtype), torch.zeros(_CHECKED_ROWS, 2)
+        call(
+            _BLOCK_SUMEXP.pack(
+                x.data_ptr(), most.data_ptr(), temperature.data_ptr(), sums.data_ptr(),
+                _CHECKED_ROWS, _CHECKED_VOCABULARY, _CHECKED_VOCABULARY, 4400, code, 1,
+            )
+        )  # fmt: skip
+        outputs.append(sums)
+    return tuple(outputs)
+
+
+def _check_logprobs(call: KernelCall) -> tuple[torch.Tensor, ...]:
+    outputs = []
+    logits, temperature = _checked_rows()
+    ids = torch.arange(-1, 2 * _CHECKED_ROWS - 1).view(_CHECKED_ROWS, 2)
+    for dtype, code in DTYPE_CODES.items():
+        x = logits.to(dtype)
+        for block, negated in ((TORCH_BLOCK, 0), (1000, 1)):
+            out = torch.zeros(_CHECKED_ROWS, 2)
+            call(
+                _LOGPROBS.pack(
+                    x.data_ptr(), ids.data_ptr(), temperature.data_ptr(), out.data_ptr(),
+                    _CHECKED_ROWS, _CHECKED_VOCABULARY, _CHECKED_VOCABULARY, 2, 2, block, negated, code, 1,
+                )
+            )  # fmt: skip
+            outputs.append(out)
+    return tuple(outputs)
+
+
+def _check_sample(call: KernelCall) -> tuple[torch.Tensor, ...]:
+    outputs = []
+    logits, temperature = _checked_rows()
+    top_k = torch.tensor([0, 0, 40, 0], dtype=torch.int32)
+    top_p, min_p = torch.tensor([1.0, 1.0, 0.9, 0.8]), torch.tensor([0.0, 0.0, 0.01, 0.0])
+    seeds, positions = torch.tensor([1, -2, 3, 2**40]), torch.tensor([0, 7, 2**33, 9])
+    for dtype, code in DTYPE_CODES.items():
+        x, out = (logits / 64).to(dtype), torch.zeros(_CHECKED_ROWS, dtype=torch.int64)
+        call(
+            _SAMPLE.pack(
+                x.data_ptr(), temperature.data_ptr(), top_k.data_ptr(), top_p.data_ptr(), min_p.data_ptr(),
+                seeds.data_ptr(), positions.data_ptr(), out.data_ptr(),
+                _CHECKED_ROWS, _CHECKED_VOCABULARY, _CHECKED_VOCABULARY, code, 1,
+            )
+        )  # fmt: skip
+        outputs.append(out)
+    return tuple(outputs)
+
+
+_block_sumexp = checked("block_sumexp", _BLOCK_SUMEXP, _check_block_sumexp)
+_logprobs = checked("logprobs", _LOGPROBS, _check_logprobs)
+_sample = checked("sample", _SAMPLE, _check_sample)

@@ -17,9 +17,9 @@ struct Product {
 AOK_INLINE Product wide_mul(VecI a, uint32_t constant) {
     const __m512i c = _mm512_set1_epi32(static_cast<int32_t>(constant));
     const __m512i even = _mm512_mul_epu32(a, c), odd = _mm512_mul_epu32(_mm512_srli_epi64(a, 32), c);
-    return {_mm512_mask_mov_epi32(_mm512_srli_epi64(even, 32), 0xaaaa, odd),
-            _mm512_mask_mov_epi32(even, 0xaaaa, _mm512_slli_epi64(odd, 32))};
+    return {_mm512_mask_shuffle_epi32(odd, 0x5555, even, _MM_PERM_CDAB), _mm512_mullo_epi32(a, c)};
 }
+AOK_INLINE VecI xor3(VecI a, VecI b, VecI c) { return _mm512_ternarylogic_epi32(a, b, c, 0x96); }
 
 // Transposes each 4x4 tile of 128-bit lanes: result e holds element e of a, b, c, d in every 128-bit lane.
 AOK_INLINE void transpose4(VecI (&w)[4]) {
@@ -31,6 +31,8 @@ AOK_INLINE void transpose4(VecI (&w)[4]) {
     w[3] = _mm512_unpackhi_epi64(ab1, cd1);
 }
 #elif defined(AOK_ISA_avx2)
+AOK_INLINE VecI xor3(VecI a, VecI b, VecI c) { return xori(xori(a, b), c); }
+
 AOK_INLINE void wide_mul8(__m256i a, __m256i c, __m256i& high, __m256i& low) {
     const __m256i even = _mm256_mul_epu32(a, c), odd = _mm256_mul_epu32(_mm256_srli_epi64(a, 32), c);
     high = _mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xaa);
@@ -57,6 +59,8 @@ AOK_INLINE void transpose4(VecI (&w)[4]) {
     transpose4x8(w[0].hi, w[1].hi, w[2].hi, w[3].hi);
 }
 #else
+AOK_INLINE VecI xor3(const VecI& a, const VecI& b, const VecI& c) { return xori(xori(a, b), c); }
+
 AOK_INLINE Product wide_mul(const VecI& a, uint32_t constant) {
     Product p;
     for (int i = 0; i < kLanes; ++i) {
@@ -77,40 +81,50 @@ AOK_INLINE void transpose4(VecI (&w)[4]) {
 #endif
 
 constexpr int64_t kNoiseTokens = 64;  // 16 counters of four words
+constexpr int kPhiloxRounds = 10;
 
 // The stream of one row at one position: key from the seed, half of the counter from the position.
 class NoiseStream {
 public:
     NoiseStream(int64_t seed, int64_t position)
-        : key0_(static_cast<uint32_t>(seed)), key1_(static_cast<uint32_t>(static_cast<uint64_t>(seed) >> 32)),
-          counter2_(static_cast<int32_t>(position)), counter3_(static_cast<int32_t>(position >> 32)) {}
-
-    // Gumbel noise of the tokens first .. first + 63 (first a multiple of 64), 16 to a vector.
-    AOK_MEMBER void gumbel(int64_t first, Vec (&noise)[4]) const {
-        // Lane 4i + e counts quad 4e + i, so that transposing 128-bit lanes brings neighbours together.
-        alignas(64) static constexpr int32_t kQuads[kLanes] = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};
-        VecI c[4] = {addi(loadi(kQuads), seti(static_cast<int32_t>(first / 4))), seti(0), seti(counter2_), seti(counter3_)};
-        uint32_t key0 = key0_, key1 = key1_;
-        for (int round = 0; round < 10; ++round) {
-            const Product p0 = wide_mul(c[0], 0xd2511f53u), p1 = wide_mul(c[2], 0xcd9e8d57u);
-            c[0] = xori(xori(p1.high, c[1]), seti(static_cast<int32_t>(key0)));
-            c[2] = xori(xori(p0.high, c[3]), seti(static_cast<int32_t>(key1)));
-            c[1] = p1.low;
-            c[3] = p0.low;
+        : counter2_(static_cast<int32_t>(position)), counter3_(static_cast<int32_t>(position >> 32)) {
+        uint32_t key0 = static_cast<uint32_t>(seed), key1 = static_cast<uint32_t>(static_cast<uint64_t>(seed) >> 32);
+        for (int round = 0; round < kPhiloxRounds; ++round) {
+            keys_[round][0] = static_cast<int32_t>(key0);
+            keys_[round][1] = static_cast<int32_t>(key1);
             key0 += 0x9e3779b9u;
             key1 += 0xbb67ae85u;
         }
-        transpose4(c);
-        for (int i = 0; i < 4; ++i) {
-            const Vec u = mul(add(to_float(shr<9>(c[i])), set1(0.5f)), set1(0x1p-23f));
-            noise[i] = neg(log_positive(neg(log_positive(u))));
+    }
+
+    // Random bits of the tokens first .. first + 63 (first a multiple of 64), 16 to a vector.
+    AOK_MEMBER void words(int64_t first, VecI (&c)[4]) const {
+        // Lane 4i + e counts quad 4e + i, so that transposing 128-bit lanes brings neighbours together.
+        alignas(64) static constexpr int32_t kQuads[kLanes] = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};
+        c[0] = addi(loadi(kQuads), seti(static_cast<int32_t>(first / 4)));
+        c[1] = seti(0);
+        c[2] = seti(counter2_);
+        c[3] = seti(counter3_);
+#pragma GCC unroll 10
+        for (int round = 0; round < kPhiloxRounds; ++round) {
+            const Product p0 = wide_mul(c[0], 0xd2511f53u), p1 = wide_mul(c[2], 0xcd9e8d57u);
+            c[0] = xor3(p1.high, c[1], seti(keys_[round][0]));
+            c[2] = xor3(p0.high, c[3], seti(keys_[round][1]));
+            c[1] = p1.low;
+            c[3] = p0.low;
         }
+        transpose4(c);
     }
 
 private:
-    const uint32_t key0_, key1_;
+    int32_t keys_[kPhiloxRounds][2];
     const int32_t counter2_, counter3_;
 };
+
+// ((word >> 9) + 1/2) * 2^-23: in (0, 1), and exact.
+AOK_INLINE Vec uniform(VecI words) { return mul(add(to_float(shr<9>(words)), set1(0.5f)), set1(0x1p-23f)); }
+
+AOK_INLINE Vec gumbel(Vec u) { return neg(log_positive(neg(log_positive(u)))); }
 
 // No noise is above: the largest u is 1 - 2^-24, and -log(-log(u)) is 16.6355 there.
 constexpr float kMostNoise = 16.64f;

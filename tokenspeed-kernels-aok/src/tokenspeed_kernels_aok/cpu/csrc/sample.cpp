@@ -37,35 +37,48 @@ struct Best {
     }
 };
 
+// Lanes in which z + gumbel(u) may reach `best`; a lane that is left out cannot, by a wide margin.
+//
+// -log(u) > 1 - u, so gumbel(u) < -log(1 - u): reaching best needs 1 - u < exp(z - best). The power of two compared with
+// is at least 4 * exp(z - best), which leaves 1.38 for rounding. That is plenty while a unit in the last place of z is
+// below 1/2: kMostExact.
+AOK_INLINE Mask may_win(Vec u, Vec z, float best) {
+    const Vec shifted = fma(sub(set1(best), z), set1(0x1.715476p0f), set1(kRoundShift));
+    const Vec bound = as_float(subi(seti((127 + 3) << 23), shl<23>(as_int(shifted))));
+    return le(sub(set1(1.0f), u), bound);
+}
+constexpr float kMostExact = 0x1p20f;
+
 // The kept token with the largest z + noise, ties to the lowest id. `top` is the token with the largest z, which is kept.
 template <class Load>
 int64_t draw(const Load& load, int64_t v, float most, int64_t top, const Kept& kept, const NoiseStream& stream) {
-    Vec noise[4];
-    stream.gumbel(top / kNoiseTokens * kNoiseTokens, noise);
-    float first[kNoiseTokens];
-    for (int k = 0; k < 4; ++k) store(first + k * kLanes, noise[k]);
-    Best best{most + first[top % kNoiseTokens], top};
+    VecI words[4];
+    stream.words(top / kNoiseTokens * kNoiseTokens, words);
+    float noise[kLanes];
+    store(noise, gumbel(uniform(words[top % kNoiseTokens / kLanes])));
+    Best best{most + noise[top % kLanes], top};
+    const bool exact = most < kMostExact && most > -kMostExact;
     for (int64_t start = 0; start < v; start += kNoiseTokens) {
         Vec z[4];
         Mask in[4];
         bool none = true;
-        const Vec floor = set1(best.score);
         for (int k = 0; k < 4; ++k) {
             const int64_t id = start + k * kLanes;
             const int64_t n = v - id < 0 ? 0 : (v - id < kLanes ? v - id : kLanes);
             z[k] = n == kLanes ? load(id) : load(n == 0 ? 0 : id, n);
             // Rounding is monotonic: a token that not even the largest noise lifts to the best so far cannot win.
-            in[k] = mask_and(kept.of(z[k], most, id, n), le(floor, add(z[k], set1(kMostNoise))));
+            in[k] = mask_and(kept.of(z[k], most, id, n), le(set1(best.score), add(z[k], set1(kMostNoise))));
             none = none && !any(in[k]);
         }
         if (none) continue;
-        stream.gumbel(start, noise);
+        stream.words(start, words);
         for (int k = 0; k < 4; ++k) {
-            const Vec score = add(z[k], noise[k]);
-            uint32_t hits = mask_bits(mask_and(in[k], le(set1(best.score), score)));
+            const Vec u = uniform(words[k]);
+            if (exact) in[k] = mask_and(in[k], may_win(u, z[k], best.score));
+            uint32_t hits = mask_bits(in[k]);
             if (hits == 0) continue;
             float scores[kLanes];
-            store(scores, score);
+            store(scores, add(z[k], gumbel(u)));
             for (; hits != 0; hits &= hits - 1) {
                 const int lane = __builtin_ctz(hits);
                 best.offer(scores[lane], start + k * kLanes + lane);

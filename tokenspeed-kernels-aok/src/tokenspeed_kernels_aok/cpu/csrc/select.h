@@ -22,6 +22,7 @@ struct Bound {
 
 constexpr Bound kNoBound = {-kInfinity, INT64_MAX};
 constexpr int64_t kBuckets = 1 << 16;
+constexpr int64_t kBanks = 4;  // counters of a bucket: neighbours in one line, so that equal values in a row do not wait
 
 // A 32-bit key that orders floats as their values do; the value is not NaN. -0 and denormals are like +0.
 AOK_INLINE VecI order_key(Vec z) {
@@ -98,8 +99,9 @@ public:
 
 private:
     void allocate() {
-        counts_.allocate_zeroed(kBuckets);
+        counts_.allocate_zeroed(kBuckets * kBanks);
         weights_.allocate_zeroed(kBuckets);
+        fine_counts_.allocate_zeroed(kBuckets);
         coarse_.allocate();
         fine_.allocate();
     }
@@ -139,30 +141,59 @@ private:
 
     static constexpr bool kExact = sizeof(T) == 2;
 
+    // What was counted, so that only buckets which may hold something are read: values lie in [least, most], and those
+    // that are not zero in no smaller magnitude than `nearest`.
+    struct Extent {
+        float least, most, nearest;
+    };
+
     void count_buckets(const ScaledRow<T>& row, int64_t v, float most) {
-        Vec least = set1(kInfinity);
-        const auto count = [&](const auto& load) {
-            for (int64_t i = 0; i < v; i += kLanes) {
-                const int64_t n = smaller(v - i, kLanes);
-                const Vec z = n == kLanes ? load(i) : select(first_lanes(n), load(i, n), set1(kInfinity));
-                least = min(z, least);
-                int32_t buckets[kLanes];
-                storei(buckets, shr<16>(order_key(z)));
-                for (int64_t lane = 0; lane < n; ++lane) ++counts_[buckets[lane]];
-                if constexpr (!kExact) {
-                    uint64_t weights[kLanes];
-                    weigh(z, most, weights);
-                    for (int64_t lane = 0; lane < n; ++lane) weights_[buckets[lane]] += weights[lane];
-                }
-            }
-        };
+        Extent extent;
         if constexpr (kExact) {
-            count([&](int64_t i, auto... n) { return load_as_float(row.logits() + i, n...); });
+            extent = count([&](int64_t i, auto... n) { return load_as_float(row.logits() + i, n...); }, v, most);
         } else {
-            row.visit(count);
+            extent = row.visit([&](const auto& load) { return count(load, v, most); });
         }
-        drain(bucket_of(smallest_lane(least)), kBuckets - 1, 16, 0, coarse_);
+        coarse_.size = 0;
+        if (extent.most > 0) drain_coarse(bucket_of(extent.most), bucket_of(extent.nearest));
+        drain_coarse(bucket_of(0.0f), bucket_of(0.0f));
+        if (extent.least < 0) drain_coarse(bucket_of(-extent.nearest), bucket_of(extent.least));
         if constexpr (kExact) finish_exact(row, most, coarse_);
+    }
+
+    template <class Load>
+    Extent count(const Load& load, int64_t v, float most) {
+        uint32_t* const counts = counts_.data();  // as locals: the compiler must take it that a count may be a pointer
+        uint64_t* const weights = weights_.data();
+        Vec least = set1(kInfinity), highest = set1(-kInfinity), nearest = set1(kInfinity);
+        for (int64_t i = 0; i < v; i += kLanes) {
+            const int64_t n = smaller(v - i, kLanes);
+            const Vec z = n == kLanes ? load(i) : select(first_lanes(n), load(i, n), load_first(load));
+            least = min(z, least);
+            highest = max(z, highest);
+            nearest = min(select(eq(z, zero()), set1(kInfinity), abs(z)), nearest);
+            int32_t buckets[kLanes];
+            storei(buckets, shr<16>(order_key(z)));
+            if (n == kLanes) {
+#pragma GCC unroll 16
+                for (int64_t lane = 0; lane < kLanes; ++lane) ++counts[buckets[lane] * kBanks + lane % kBanks];
+            } else {
+                for (int64_t lane = 0; lane < n; ++lane) ++counts[buckets[lane] * kBanks];
+            }
+            if constexpr (!kExact) {
+                uint64_t heavy[kLanes];
+                weigh(z, most, heavy);
+                for (int64_t lane = 0; lane < n; ++lane) weights[buckets[lane]] += heavy[lane];
+            }
+        }
+        return {smallest_lane(least), largest_lane(highest), smallest_lane(nearest)};
+    }
+
+    template <class Load>
+    static Vec load_first(const Load& load) {
+        float lanes[kLanes];
+        store(lanes, load(0, 1));
+        return set1(lanes[0]);
     }
 
     static int64_t bucket_of(float z) {
@@ -171,18 +202,20 @@ private:
         return keys[0];
     }
 
-    // Moves the counters of the buckets [first, last] into `out`, largest first, leaving them zero. A bucket's value is
-    // that of its key shifted left, or-ed with `base`.
-    void drain(int64_t first, int64_t last, int shift, uint32_t base, Classes& out) {
-        out.size = 0;
-        for (int64_t bucket = last; bucket >= first; --bucket) {
-            if (counts_[bucket] == 0) continue;
-            out.z[out.size] = key_value(static_cast<uint32_t>(bucket) << shift | base);
-            out.count[out.size] = counts_[bucket];
-            out.weight[out.size] = weights_[bucket];
-            counts_[bucket] = 0;
+    // Moves the counters of the buckets first, first - 1, ..., last into the coarse classes, leaving them zero. A bucket
+    // stands for the value in it that has no low bits: of a negative value the key is the complement.
+    void drain_coarse(int64_t first, int64_t last) {
+        for (int64_t bucket = first; bucket >= last; --bucket) {
+            uint32_t* const banks = counts_.data() + bucket * kBanks;
+            const uint32_t count = banks[0] + banks[1] + banks[2] + banks[3];
+            if (count == 0) continue;
+            const uint32_t low = bucket < kBuckets / 2 ? 0xffffu : 0u;
+            coarse_.z[coarse_.size] = key_value(static_cast<uint32_t>(bucket) << 16 | low);
+            coarse_.count[coarse_.size] = count;
+            coarse_.weight[coarse_.size] = weights_[bucket];
+            std::memset(banks, 0, kBanks * sizeof(uint32_t));
             weights_[bucket] = 0;
-            ++out.size;
+            ++coarse_.size;
         }
     }
 
@@ -224,10 +257,16 @@ private:
                 if (hits == 0) continue;
                 int32_t lanes[kLanes];
                 storei(lanes, andi(keys, seti(0xffff)));
-                for (; hits != 0; hits &= hits - 1) ++counts_[lanes[__builtin_ctz(hits)]];
+                for (; hits != 0; hits &= hits - 1) ++fine_counts_[lanes[__builtin_ctz(hits)]];
             }
         });
-        drain(0, kBuckets - 1, 0, static_cast<uint32_t>(bucket) << 16, fine_);
+        fine_.size = 0;
+        for (int64_t low = kBuckets - 1; low >= 0; --low) {
+            if (fine_counts_[low] == 0) continue;
+            fine_.z[fine_.size] = key_value(static_cast<uint32_t>(bucket) << 16 | static_cast<uint32_t>(low));
+            fine_.count[fine_.size++] = fine_counts_[low];
+            fine_counts_[low] = 0;
+        }
         weigh_classes(most, fine_);
         return &fine_;
     }
@@ -248,7 +287,7 @@ private:
         });
     }
 
-    Array<uint32_t> counts_;
+    Array<uint32_t> counts_, fine_counts_;
     Array<uint64_t> weights_;
     Classes coarse_, fine_;
 };
