@@ -1,0 +1,164 @@
+"""What replaces the forward of each kind of module: the engine's operators, in the engine's order.
+
+A replaced module keeps its parameters, hooks and children. What its new forward needs beside them is a small frozen
+`*Plan` in the attribute `tokenspeed_plan`, so that a deep copy of an adopted model is an adopted model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from tokenspeed.trainer import operators
+from tokenspeed.trainer.layout import Layout, make_layout
+
+LAYOUT = "tokenspeed_layout"
+"""Keyword under which the decoder hands the batch's layout to its attention layers."""
+
+
+@dataclass(frozen=True)
+class KernelPlan:
+    """For a module that calls one operator: the name of its kernel."""
+
+    kernel: str
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """For an attention layer. `window` as in `attention.paged`; `table` holds the rotary angles, fp32[positions,D]."""
+
+    rope: str
+    write: str
+    attend: str
+    scale: float
+    window: int
+    table: torch.Tensor
+
+
+def linear_forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
+    """`nn.Linear`: [...,K] -> [...,N]."""
+    plan: KernelPlan = self.tokenspeed_plan  # type: ignore[assignment]
+    out: torch.Tensor = operators.linear(input.reshape(-1, input.shape[-1]), self.weight, self.bias, plan.kernel)
+    return out.view(*input.shape[:-1], out.shape[-1])
+
+
+def norm_forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    """An RMSNorm over the last axis."""
+    shape = hidden_states.shape
+    rows = hidden_states.reshape(-1, shape[-1])
+    out: torch.Tensor = operators.rms_norm(rows, self.weight, self.variance_epsilon, self.tokenspeed_plan.kernel)
+    return out.view(shape)
+
+
+def mlp_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+    """down(silu(gate(x)) * up(x)), the product in fp32 with one rounding."""
+    gate_up = torch.cat((self.gate_proj(x), self.up_proj(x)), dim=-1)
+    out: torch.Tensor = operators.silu_and_mul(gate_up.flatten(0, -2), self.tokenspeed_plan.kernel)
+    down: torch.Tensor = self.down_proj(out.view(*x.shape[:-1], -1))
+    return down
+
+
+def attention_forward(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, None]:
+    """Grouped-query attention: hidden states [B,S,H] -> [B,S,H]; attention weights are never materialised."""
+    plan: AttentionPlan = self.tokenspeed_plan
+    layout: Layout | None = kwargs.get(LAYOUT)
+    if layout is None:
+        raise ValueError("an attention layer of an adopted model was called by itself; call the model")
+    batch, columns, _ = hidden_states.shape
+    q, k, v = (
+        proj(hidden_states).view(batch * columns, -1, self.head_dim) for proj in (self.q_proj, self.k_proj, self.v_proj)
+    )
+    if hasattr(self, "q_norm"):
+        q, k = self.q_norm(q), self.k_norm(k)
+    table = plan.table.to(q.device)
+    q, k = operators.rope(q, k, layout.position_ids.flatten(), table, plan.rope)
+    if (cache := _cache(kwargs)) is not None:
+        k, v = _through_cache(cache, k, v, batch, self.layer_idx, layout)
+    out = _attend(plan, layout, q, k, v)
+    return self.o_proj(out.view(batch, columns, -1)), None
+
+
+def _attend(plan: AttentionPlan, layout: Layout, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """q [B*S,Hq,D], k and v [B*L,Hkv,D] -> [B*S,Hq,D], zero where there is padding."""
+    rows = layout.query_rows
+    if layout.key_rows is not None:
+        k, v = k[layout.key_rows], v[layout.key_rows]
+    out: torch.Tensor = operators.attention(
+        q if rows is None else q[rows],
+        k,
+        v,
+        layout.query_starts,
+        layout.context_lens,
+        layout.page_tables,
+        layout.slots,
+        layout.pages,
+        plan.scale,
+        plan.window,
+        plan.write,
+        plan.attend,
+    )
+    return out if rows is None else torch.zeros_like(q).index_copy(0, rows, out)
+
+
+def _cache(kwargs: dict[str, Any]) -> Any:
+    """The KV cache of this call, by its name in newer and older releases of transformers."""
+    cache = kwargs.get("cache")
+    return kwargs.get("past_key_values") if cache is None else cache
+
+
+def _through_cache(
+    cache: Any, k: torch.Tensor, v: torch.Tensor, batch: int, layer: int, layout: Layout
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Append keys and values [B*S,Hkv,D] to a transformers cache; all of the layer's, [B*L,Hkv,D]."""
+    k, v = (x.view(batch, -1, *x.shape[1:]).transpose(1, 2) for x in (k, v))
+    k, v = cache.update(k, v, layer)
+    if k.shape[2] != layout.key_columns:
+        raise ValueError(
+            f"the cache of layer {layer} returned {k.shape[2]} columns of the {layout.key_columns} so far; an adopted "
+            "model works with a DynamicCache that keeps everything"
+        )
+    return k.transpose(1, 2).flatten(0, 1), v.transpose(1, 2).flatten(0, 1)
+
+
+def decoder_forward(
+    self: Any,
+    input_ids: torch.Tensor | None = None,
+    attention_mask: torch.Tensor | None = None,
+    position_ids: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> Any:
+    """The decoder (embedding to final norm): its own forward, with positions counted from each sequence's first token.
+
+    Takes `attention_mask` [B,L] or none, `position_ids` where sequences are packed, or `cu_seq_lens_q`.
+    """
+    if kwargs.get("output_attentions"):
+        raise ValueError("output_attentions: an adopted model never has attention weights")
+    inputs: Any = input_ids if input_ids is not None else kwargs.get("inputs_embeds")
+    if inputs is None:
+        raise ValueError("give input_ids or inputs_embeds")
+    if isinstance(attention_mask, dict):
+        raise ValueError("attention_mask is a mapping of prepared masks; give [batch, columns] or none")
+    cache = _cache(kwargs)
+    layout = make_layout(
+        tuple(inputs.shape[:2]),
+        inputs.device,
+        past=0 if cache is None else int(cache.get_seq_length()),
+        attention_mask=attention_mask,
+        position_ids=position_ids,
+        cu_seq_lens=kwargs.get("cu_seq_lens_q"),
+    )
+    # The class's own forward would derive a mask from the positions of packed sequences; nobody would read it.
+    kwargs |= {LAYOUT: layout, "input_ids": input_ids, "attention_mask": None}
+    return type(self).forward(self, position_ids=layout.position_ids, **kwargs)
+
+
+def no_attention(*_args: Any, **_kwargs: Any) -> tuple[torch.Tensor, None]:
+    """Registered as the attention of adopted models, whose layers never ask for it."""
+    raise RuntimeError("this attention layer is not adopted; call tokenspeed.trainer.adopt on the whole model")
+
+
+def no_mask(*_args: Any, **_kwargs: Any) -> None:
+    """Registered as the mask of adopted models: there is none to make, the layout says it all."""
