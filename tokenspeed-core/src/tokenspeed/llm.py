@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import msgspec
+import torch
 from rich.console import Console
 
 from tokenspeed import startup
@@ -194,6 +195,18 @@ class LLM:
     def stats(self) -> EngineStats:
         """The engine's gauges and counters."""
         return self.engine.stats()
+
+    def update_weights(
+        self, source: str | Path | Iterable[tuple[str, torch.Tensor]], weight_version: str | None = None
+    ) -> str:
+        """Exchange the weights: for a folder's, or for (name, tensor) pairs such as `model.named_parameters()`.
+
+        All tensors of the model must come. Everything is checked before anything changes; CheckpointError names every
+        tensor that is wrong, and the old weights stay. Cached prefixes are forgotten, and requests that are being
+        stepped are recomputed. Returns the new version: `weight_version`, or one made of the weights' digest.
+        """
+        self.engine.install_weights(self.engine.stage_weights(source), weight_version)
+        return self.engine.weight_version
 
     def close(self) -> None:
         """Give the model and its cache back; the object is of no further use. Safe to call twice."""

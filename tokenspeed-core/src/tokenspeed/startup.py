@@ -31,7 +31,7 @@ from tokenspeed.plugins import PluginHost, load_plugins
 from tokenspeed.sizing import Sizes, choose_sizes
 
 if TYPE_CHECKING:
-    from tokenspeed.engine.engine import Engine
+    from tokenspeed.engine.engine import Engine, EngineOptions
     from tokenspeed.engine.sampler import SamplingOperators
     from tokenspeed.engine.wire import EngineInfo
     from tokenspeed.layers.context import LayerContext
@@ -152,13 +152,36 @@ def examine(config: EngineConfig, machine: Machine | None = None, *, weights: bo
 def launch(prepared: Prepared, progress: Progress | None = None) -> Engine:
     """Import the chosen kernels, load the weights, allocate the KV cache and build the engine."""
     from tokenspeed.engine.engine import Engine
+    from tokenspeed.loading.update import WeightStaging
 
+    report = progress or (lambda _stage, _done, _total: None)
+    report("loading tokenizer", 0, 0)
+    tokenizer = _load_tokenizer(prepared)
+    certificate = load(prepared, report)
+    report("allocating KV cache", 0, 0)
+    staging = WeightStaging(prepared.checkpoint, lambda: rebuild(prepared), prepared.machine.device)
+    return Engine(
+        prepared.built.model, prepared.built.operators, tokenizer, engine_options(prepared), certificate, staging
+    )
+
+
+def rebuild(prepared: Prepared) -> CausalLM:
+    """The prepared model once more, without memory and bound to the same kernels: a place for new weights."""
+    from tokenspeed.layers.context import LayerContext
+
+    old = prepared.built.context
+    context = LayerContext(old.dtype, old.switches, old.features, old.traits)
+    model = _build_model(prepared.checkpoint, prepared.plan.profile, context)
+    prepared.plan.bind(context.operations)
+    return model
+
+
+def load(prepared: Prepared, progress: Progress | None = None) -> Certificate:
+    """Import the chosen kernels and load the weights; what then determines the bits."""
     report = progress or (lambda _stage, _done, _total: None)
     _set_threads(prepared)
     report("importing kernels", 0, 0)
     prepared.plan.bind(prepared.built.context.operations)
-    report("loading tokenizer", 0, 0)
-    tokenizer = _load_tokenizer(prepared)
     with hashing_weights(prepared) as weights:
         prepared.checkpoint.load(
             prepared.built.model,
@@ -166,10 +189,7 @@ def launch(prepared: Prepared, progress: Progress | None = None) -> Engine:
             progress=lambda done, total: report("loading weights", done, total),
         )
         report("hashing weights", 0, 0)
-        certificate = make_certificate(prepared, weights.result())
-    report("allocating KV cache", 0, 0)
-    options = _engine_options(prepared)
-    return Engine(prepared.built.model, prepared.built.operators, tokenizer, options, certificate)
+        return make_certificate(prepared, weights.result())
 
 
 @contextmanager
@@ -310,9 +330,7 @@ def _build_on_meta(
     with _collecting(problems):
         dtype = checkpoint.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
         context = LayerContext(dtype, numerics.switches, numerics.features, _traits(checkpoint, numerics))
-        # A kernel that reads the checkpoint's weight format is selected by trait; the layers' shapes do not change.
-        plain = {key: value for key, value in checkpoint.config.items() if key != "quantization_config"}
-        model = model_class(profile)(plain, context)
+        model = _build_model(checkpoint, profile, context)
         operators = SamplingOperators.ask(
             context,
             dtype,
@@ -321,6 +339,12 @@ def _build_on_meta(
         )
         return Built(model, context, operators)
     return None
+
+
+def _build_model(checkpoint: Checkpoint, profile: ModelProfile, context: LayerContext) -> CausalLM:
+    # A kernel that reads the checkpoint's weight format is selected by trait; the layers' shapes do not change.
+    plain = {key: value for key, value in checkpoint.config.items() if key != "quantization_config"}
+    return model_class(profile)(plain, context)
 
 
 def _is_quantised(checkpoint: Checkpoint) -> bool:
@@ -408,7 +432,8 @@ def _load_tokenizer(prepared: Prepared) -> Any:
     return Tokenizer.from_directory(_tokenizer_folder(prepared))
 
 
-def _engine_options(prepared: Prepared) -> Any:
+def engine_options(prepared: Prepared) -> EngineOptions:
+    """The sizes and modes of the engine."""
     from tokenspeed.engine.engine import EngineOptions
 
     config, sizes = prepared.config, prepared.sizes

@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Collection
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 import torch
@@ -29,7 +30,8 @@ from tokenspeed.engine.state import RequestState
 from tokenspeed.engine.stopping import StopRules
 from tokenspeed.engine.text import TextStream
 from tokenspeed.engine.validation import Limits, validate
-from tokenspeed.errors import RequestError
+from tokenspeed.errors import CheckpointError, RequestError
+from tokenspeed.loading.update import NamedTensors, StagedWeights, WeightStaging
 from tokenspeed.numerics.certificate import Certificate
 from tokenspeed.numerics.weights import WeightsDigest
 from tokenspeed.tokenizer import Tokenizer
@@ -89,6 +91,7 @@ class Engine:
     """Runs one model. `operators` are bound by the same plan as the model's own.
 
     `certificate` says what determines the bits of what this engine computes; it is replaced when the weights are.
+    `staging` reads new weights; without it they cannot be exchanged.
     """
 
     def __init__(
@@ -98,6 +101,7 @@ class Engine:
         tokenizer: Tokenizer | None,
         options: EngineOptions,
         certificate: Certificate | None = None,
+        staging: WeightStaging | None = None,
     ) -> None:
         if options.num_pages < pages_for(options.max_model_len):
             raise ValueError(
@@ -109,6 +113,7 @@ class Engine:
         )
         self.tokenizer = tokenizer
         self.certificate = certificate
+        self._staging = staging
         self._weight_version = options.weight_version
         self._cache = KVCache(
             model.kv_specs(),
@@ -224,9 +229,35 @@ class Engine:
         self._scheduler.forget_prefixes()
         return True
 
+    def abort_all(self) -> list[TokenUpdate]:
+        """Abort everything that waits or runs; their last updates."""
+        states = [*self._scheduler.running.values(), *self._scheduler.waiting.values()]
+        return [self._finish(state, "abort") for state in states]
+
     def preempt(self, request_ids: Collection[str]) -> int:
         """Send running requests back to the queue to be recomputed; how many were running. Changes no output."""
         return self._scheduler.preempt(request_ids)
+
+    def stage_weights(self, source: str | Path | NamedTensors) -> StagedWeights:
+        """Read, check and pack new weights: a folder, or (name, tensor) pairs. The engine goes on with the old ones.
+
+        Raises CheckpointError, with every tensor that is wrong.
+        """
+        if self._staging is None:
+            raise CheckpointError("this engine was not started from a checkpoint, so it has no place for new weights")
+        return self._staging.from_source(source)
+
+    def install_weights(self, staged: StagedWeights, weight_version: str | None = None) -> None:
+        """Compute with the staged weights from the next step on; see `weights_changed` for what becomes of requests.
+
+        Without a `weight_version` it is made of the weights' digest.
+        """
+        self._runner.exchange_model(staged.model)
+        self.weights_changed(staged.default_version if weight_version is None else weight_version, staged.digest)
+
+    def rename_weights(self, weight_version: str) -> None:
+        """Stamp replies with another version; the weights are the same, and so is everything computed with them."""
+        self._weight_version = weight_version
 
     def weights_changed(self, weight_version: str, weights: WeightsDigest | None = None) -> None:
         """The model's weights are new: no KV of the old ones is read again, running requests are recomputed.

@@ -48,6 +48,33 @@ class EngineLike(Protocol):
     def reset_prefix_cache(self) -> bool:
         """Forget cached prefixes; False while pages are held."""
 
+    @property
+    def weight_version(self) -> str:
+        """Names the weights that compute."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """What determines the bits, in short."""
+        ...
+
+    @property
+    def certificate(self) -> Any:
+        """What determines the bits, in full (`as_dict()`), or None."""
+        ...
+
+    def abort_all(self) -> list[TokenUpdate]:
+        """Abort everything; the last updates."""
+
+    def stage_weights(self, source: str) -> Any:
+        """Read new weights from a folder, beside the old ones. Raises CheckpointError."""
+
+    def install_weights(self, staged: Any, weight_version: str | None = None) -> None:
+        """Compute with what `stage_weights` returned."""
+
+    def rename_weights(self, weight_version: str) -> None:
+        """Stamp replies with another version."""
+
 
 EngineBuilder = Callable[[Any, ProgressCallback], tuple[EngineLike, wire.EngineInfo]]
 
@@ -128,6 +155,8 @@ class EngineLoop:
             "resume": self._resume,
             "ping": lambda: True,
             "reset_prefix_cache": engine.reset_prefix_cache,
+            "update_weights": self._update_weights,
+            "rename_weights": self._rename_weights,
         }
 
     def run(self) -> None:
@@ -182,6 +211,28 @@ class EngineLoop:
     def _stats(self) -> dict[str, Any]:
         stats: dict[str, Any] = msgspec.to_builtins(self._engine.stats())
         return stats | {"paused": self._paused}
+
+    def _update_weights(self, folder: str, weight_version: str | None, abort: bool) -> dict[str, Any]:
+        """Exchange the weights for a folder's. Only once they are known to be good, requests are ended with `abort`."""
+        staged = self._engine.stage_weights(folder)
+        if abort and (aborted := self._engine.abort_all()):
+            self._pipe.send(wire.Updates(aborted))
+        self._engine.install_weights(staged, weight_version)
+        return self._weights()
+
+    def _rename_weights(self, weight_version: str, abort: bool) -> dict[str, Any]:
+        if abort and (aborted := self._engine.abort_all()):
+            self._pipe.send(wire.Updates(aborted))
+        self._engine.rename_weights(weight_version)
+        return self._weights()
+
+    def _weights(self) -> dict[str, Any]:
+        engine = self._engine
+        return {
+            "weight_version": engine.weight_version,
+            "fingerprint": engine.fingerprint,
+            "certificate": engine.certificate and engine.certificate.as_dict(),
+        }
 
     def _pause(self) -> bool:
         self._paused = True

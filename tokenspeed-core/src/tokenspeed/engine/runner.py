@@ -115,6 +115,10 @@ class Runner:
             self.observer.step(schedule, batch)
         return batch, rows
 
+    def exchange_model(self, model: Model) -> None:
+        """Compute with `model` from now on; it has the shapes of the one before."""
+        self._model = model
+
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Hidden states [T, H]."""
         return self._model.forward(batch)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,7 +19,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from tokenspeed.errors import CheckpointError
-from tokenspeed.layers.weights import TensorTarget
 from tokenspeed.models.base import CausalLM
 
 Progress = Callable[[int, int], None]
@@ -48,15 +47,42 @@ class StoredTensor:
         return torch.Size(self.shape).numel() * WEIGHT_DTYPES[self.dtype].itemsize
 
 
+class Filling:
+    """A model while its tensors arrive, each once and in any order. `finish` when all have."""
+
+    def __init__(self, model: CausalLM, device: torch.device) -> None:
+        self._model = model
+        self._device = device
+        self._targets = model.checkpoint_tensors()
+        self._open = Counter(target.layer for target in self._targets.values())
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Copy one tensor in, converting its dtype; a layer whose last one it is gets packed."""
+        target = self._targets[name]
+        target.layer.allocate(self._device)
+        target.fill(tensor)
+        self._open[target.layer] -= 1
+        if not self._open[target.layer]:
+            target.layer.prepare_weights()
+
+    def finish(self) -> None:
+        """Prepare the layers that read no tensor of their own."""
+        for _, layer in self._model.weight_layers():
+            if layer not in self._open:
+                layer.allocate(self._device)
+                layer.prepare_weights()
+
+
 class Checkpoint:
-    """A model's directory. Opening it reads `config.json` only; everything else is read when asked for.
+    """A model's directory. Opening it reads `config.json` only (or nothing, when `config` is given); everything else is
+    read when asked for.
 
     Every method raises CheckpointError, naming the file, when something is missing or malformed.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, config: dict[str, Any] | None = None) -> None:
         self.folder = folder
-        self.config: dict[str, Any] = _read_json(folder / "config.json")
+        self.config: dict[str, Any] = _read_json(folder / "config.json") if config is None else config
 
     @property
     def architecture(self) -> str:
@@ -108,12 +134,12 @@ class Checkpoint:
     def check(self, model: CausalLM) -> None:
         """Raise CheckpointError with every tensor that is missing, unexpected, mis-shaped or of an unreadable dtype."""
         wanted = model.checkpoint_tensors()
-        faults = _listed("missing", [name for name in wanted if name not in self.tensors])
-        faults += _listed(
+        faults = listed("missing", [name for name in wanted if name not in self.tensors])
+        faults += listed(
             "unexpected", [name for name in self.tensors if name not in wanted and not model.ignores(name)]
         )
         both = [(name, self.tensors[name], target) for name, target in wanted.items() if name in self.tensors]
-        faults += _listed(
+        faults += listed(
             "mis-shaped",
             [
                 f"{name} is {list(stored.shape)}, the model wants {list(target.shape)}"
@@ -121,7 +147,7 @@ class Checkpoint:
                 if stored.shape != target.shape
             ],
         )
-        faults += _listed(
+        faults += listed(
             "unreadable",
             [f"{name} is {stored.dtype}" for name, stored, _ in both if stored.dtype not in WEIGHT_DTYPES],
         )
@@ -135,27 +161,18 @@ class Checkpoint:
         Calls `check` first. A model that was filled once cannot be filled again.
         """
         self.check(model)
-        device = torch.device(device)
         targets = model.checkpoint_tensors()
-        open_targets = Counter(target.layer for target in targets.values())
+        filling = Filling(model, torch.device(device))
         total = sum(self.tensors[name].num_bytes for name in targets)
         done = 0
-        for name, tensor in self._read(targets):
-            layer = targets[name].layer
-            layer.allocate(device)
-            targets[name].fill(tensor)
-            open_targets[layer] -= 1
-            if not open_targets[layer]:
-                layer.prepare_weights()
+        for name, tensor in self.read(targets):
+            filling.add(name, tensor)
             done += self.tensors[name].num_bytes
             if progress:
                 progress(done, total)
-        for _, layer in model.weight_layers():
-            if layer not in open_targets:
-                layer.allocate(device)
-                layer.prepare_weights()
+        filling.finish()
 
-    def _read(self, wanted: dict[str, TensorTarget]) -> Iterator[tuple[str, torch.Tensor]]:
+    def read(self, wanted: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """The wanted tensors, file by file; each is valid until the next one is asked for."""
         by_file: dict[Path, list[str]] = {}
         for name in wanted:
@@ -219,7 +236,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _listed(what: str, names: list[str]) -> list[str]:
+def listed(what: str, names: list[str]) -> list[str]:
     """`names` under a heading, the first few in full and the others counted."""
     if not names:
         return []

@@ -9,7 +9,7 @@ from pathlib import Path
 from fastapi import FastAPI, Response
 
 from tokenspeed import __version__
-from tokenspeed.server import basics, control, errors, inference, sglang, tokens
+from tokenspeed.server import basics, control, errors, inference, sglang, tokens, weights
 from tokenspeed.server.middleware import Gate
 from tokenspeed.server.service import Service
 
@@ -36,6 +36,7 @@ def create_app(service: Service) -> FastAPI:
         control.about,
         sglang.routes,
         sglang.controls,
+        weights.routes,
     ):
         app.include_router(routes)
     errors.install(app)

@@ -105,12 +105,13 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._engine = _EngineCollector(labels)
         self._registry.register(self._engine)
-        Gauge(
+        self._numerics = Gauge(
             f"{PREFIX}:numerics_info",
             "What determines the bits of the replies.",
             [*labels, *numerics],
             registry=self._registry,
-        ).labels(*labels.values(), *numerics.values()).set(1)
+        )
+        self.numerics_changed(numerics)
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens received.")
         self._generation_tokens = self._counter("generation_tokens", "Tokens generated.")
         self._success = Counter(
@@ -139,6 +140,11 @@ class Metrics:
             buckets=_LATENCY_SECONDS,
             registry=self._registry,
         )
+
+    def numerics_changed(self, numerics: Mapping[str, str]) -> None:
+        """The labels of `numerics_info` have these values from now on."""
+        self._numerics.clear()
+        self._numerics.labels(*self._labels.values(), *numerics.values()).set(1)
 
     def started(self, generation: Generation) -> None:
         """A request was handed to the engine."""

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from tokenspeed.engine.wire import EngineInfo
 from tokenspeed.errors import EngineDead
 from tokenspeed.server.client import EngineClient
@@ -40,8 +42,7 @@ class Service:
         self.text = text
         self.limits = limits
         self.options = options
-        numerics = {"system_fingerprint": client.info.fingerprint, "envelope": _envelope(client.info)}
-        self.metrics = Metrics(options.model_names[0], numerics=numerics, compat=options.metrics_compat)
+        self.metrics = Metrics(options.model_names[0], numerics=_labels(client.info), compat=options.metrics_compat)
         self.created = int(time.time())
         self.draining = False
         self.is_paused = False
@@ -50,7 +51,7 @@ class Service:
 
     @property
     def info(self) -> EngineInfo:
-        """What the engine said of itself when it started."""
+        """What the engine said of itself when it started, and when its weights were changed."""
         return self.client.info
 
     @property
@@ -133,6 +134,21 @@ class Service:
         self._refusing = None
         await self.client.call("resume")
 
+    async def change_weights(self, method: str, **arguments: Any) -> EngineInfo:
+        """Call a control method that changes the weights or their version, and keep what it says.
+
+        Raises RequestError when the engine refuses; nothing has changed then.
+        """
+        found = await self.client.call(method, **arguments)
+        self.client.info = msgspec.structs.replace(
+            self.info,
+            weight_version=found["weight_version"],
+            fingerprint=found["fingerprint"],
+            numerics={**self.info.numerics, "certificate": found["certificate"]},
+        )
+        self.metrics.numerics_changed(_labels(self.info))
+        return self.info
+
     async def check_alive(self, timeout_seconds: float) -> None:
         """A no-op through the engine's loop. Raises EngineDead, or ApiError 503 when the loop does not answer."""
         try:
@@ -145,6 +161,6 @@ class Service:
             ) from None
 
 
-def _envelope(info: EngineInfo) -> str:
+def _labels(info: EngineInfo) -> dict[str, str]:
     numerics = info.numerics.get("numerics", {})
-    return str(numerics.get("envelope", ""))
+    return {"system_fingerprint": info.fingerprint, "envelope": str(numerics.get("envelope", ""))}

@@ -1,27 +1,50 @@
-"""Weights packed for a kernel, kept until the parameter changes.
+"""Weights packed for a kernel, kept until the parameter may have changed.
 
-A parameter's version counter tells: torch counts every in-place change, so an optimiser step is noticed and nothing is
-packed twice between two steps. What is written through `.data` is not counted; say so with `forget_packed_weights`.
+Two counters tell. torch counts every in-place change of a tensor, but not those of fused optimisers, nor what is
+written through `.data`; so the steps of all optimisers are counted too, through torch's own hook for that. Between two
+steps nothing is packed twice. Who writes through `.data` and steps no optimiser must say so: `forget_packed_weights`.
 """
 
 from __future__ import annotations
 
+import functools
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from tokenspeed.trainer.kernels import LoadedKernel
 
+
+@dataclass
+class _Steps:
+    """How often any optimiser of this process has stepped."""
+
+    count: int = 0
+
+    def add(self, *_: Any) -> None:
+        self.count += 1
+
+
 _packed: Any = WeakTensorKeyDictionary()
 """Parameter -> (its state, the packed weight); an entry dies with its parameter."""
+
+
+@functools.cache
+def _steps() -> _Steps:
+    """The count, from the first packing on."""
+    steps = _Steps()
+    register_optimizer_step_post_hook(steps.add)
+    return steps
 
 
 def packed_weight(kernel: LoadedKernel, weight: torch.Tensor) -> Any:
     """`weight` as `kernel` wants it."""
     if kernel.prepare is None:
         return weight.detach()
-    state = (kernel.spec.name, weight._version, weight.data_ptr(), weight.shape, weight.dtype)
+    state = (kernel.spec.name, _steps().count, weight._version, weight.data_ptr(), weight.shape, weight.dtype)
     entry = _packed.get(weight)
     if entry is None or entry[0] != state:
         entry = (state, kernel.prepare(weight.detach()))

@@ -1,0 +1,195 @@
+"""Backward passes: `gradcheck` in float64, agreement with plain torch, and the same bits every time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tokenspeed.kernels.reference.plugin import tokenspeed_kernels
+from tokenspeed.trainer import gradients, kernels, operators
+from tokenspeed.trainer.layout import make_layout
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+EPS = 1e-6
+SCALE = 0.4
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS)
+
+
+def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate) * up
+
+
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, queries: list[int], keys: list[int], window: int
+) -> torch.Tensor:
+    """Sequence by sequence, as the definition says."""
+    out, q_start, k_start = [], 0, 0
+    group = q.shape[1] // k.shape[1]
+    for n, length in zip(queries, keys, strict=True):
+        own_k = k[k_start : k_start + length].repeat_interleave(group, dim=1)
+        own_v = v[k_start : k_start + length].repeat_interleave(group, dim=1)
+        scores = torch.einsum("nhd,lhd->hnl", q[q_start : q_start + n], own_k) * SCALE
+        at = torch.arange(length - n, length).unsqueeze(-1)
+        seen = (torch.arange(length) <= at) & ((torch.arange(length) > at - window) if window else True)
+        weights = torch.softmax(scores.masked_fill(~seen, -torch.inf), dim=-1)
+        out.append(torch.einsum("hnl,lhd->nhd", weights, own_v))
+        q_start, k_start = q_start + n, k_start + length
+    return torch.cat(out)
+
+
+def with_backward(forward: Callable[..., torch.Tensor], backward: Callable[..., Any]) -> Callable[..., torch.Tensor]:
+    """`forward` in plain torch with our backward in the place of autograd's."""
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(*inputs)
+            return forward(*inputs)
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> Any:
+            return backward(grad, *ctx.saved_tensors)
+
+    return lambda *inputs: Function.apply(*inputs)
+
+
+RAGGED = [([3, 3, 5], [3, 3, 5], 0), ([1, 4, 2], [4, 4, 7], 0), ([6, 6], [6, 6], 3)]
+IDS = torch.tensor([[2], [0], [-1], [5]])
+TEMPERATURE = torch.tensor([1.0, 0.7, 1.0, 0.0], dtype=torch.float64)
+TABLE = torch.cat((random(8, 3, seed=8).cos(), random(8, 3, seed=8).sin()), dim=-1)
+POSITIONS = torch.tensor([0, 3, 7, 3])
+
+
+def rotate(x: torch.Tensor) -> torch.Tensor:
+    cos, sin = TABLE[POSITIONS].unsqueeze(1).chunk(2, dim=-1)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def scored(logits: torch.Tensor) -> torch.Tensor:
+    divisor = torch.where(TEMPERATURE == 0, 1.0, TEMPERATURE).unsqueeze(-1)
+    return torch.log_softmax(logits / divisor, -1).gather(-1, IDS.clamp_min(0)).masked_fill(IDS < 0, 0)
+
+
+CASES: dict[str, tuple[Callable[..., torch.Tensor], Callable[..., Any], tuple[torch.Tensor, ...]]] = {
+    "rms_norm": (
+        rms_norm,
+        lambda grad, x, weight: gradients.rms_norm(grad, x, weight, EPS),
+        (random(3, 2, 5), random(5, seed=1)),
+    ),
+    "silu_and_mul": (silu_and_mul, gradients.silu_and_mul, (random(4, 6),)),
+    "rope": (rotate, lambda grad, _: gradients.rotate_back(grad, POSITIONS, TABLE), (random(4, 2, 6),)),
+    "logprobs": (
+        scored,
+        lambda grad, logits: gradients.logprobs(grad, logits, IDS, TEMPERATURE),
+        (random(4, 6),),
+    ),
+    **{
+        f"attention {queries} of {keys}, window {window}": (
+            lambda q, k, v, n=queries, m=keys, w=window: attention(q, k, v, n, m, w),
+            lambda grad, q, k, v, n=queries, m=keys, w=window: gradients.attention(grad, q, k, v, n, m, SCALE, w),
+            (random(sum(queries), 4, 3), random(sum(keys), 2, 3, seed=1), random(sum(keys), 2, 3, seed=2)),
+        )
+        for queries, keys, window in RAGGED
+    },
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradcheck(name: str) -> None:
+    forward, backward, inputs = CASES[name]
+    leaves = tuple(tensor.clone().requires_grad_() for tensor in inputs)
+    assert torch.autograd.gradcheck(with_backward(forward, backward), leaves)
+
+
+def test_gradcheck_notices_a_wrong_backward() -> None:
+    forward, backward, inputs = CASES["silu_and_mul"]
+    wrong = with_backward(forward, lambda grad, x: backward(grad, x) * 1.01)
+    assert not torch.autograd.gradcheck(wrong, (inputs[0].clone().requires_grad_(),), raise_exception=False)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def reference_kernels() -> None:
+    kernels.load(spec for spec in tokenspeed_kernels() if not spec.name.endswith(".cuda"))
+
+
+def operator_cases(dtype: torch.dtype) -> dict[str, tuple[Any, tuple[Any, ...], Callable[..., torch.Tensor]]]:
+    """Each operator with arguments (on reference kernels) and plain torch to differentiate."""
+
+    def leaf(*shape: int, seed: int) -> torch.Tensor:
+        return random(*shape, seed=seed, dtype=dtype).requires_grad_()
+
+    mask = torch.tensor([[0, 1, 1], [1, 1, 1]])
+    layout = make_layout((2, 3), torch.device("cpu"), attention_mask=mask)
+    paged = (layout.query_starts, layout.context_lens, layout.page_tables, layout.slots, layout.pages, SCALE, 0)
+    paged += ("reference.cache.write", "reference.attention.paged")
+    table = TABLE.float()
+    return {
+        "linear": (
+            operators.linear,
+            (leaf(5, 4, seed=1), leaf(3, 4, seed=2), leaf(3, seed=3), "reference.gemm.linear"),
+            lambda x, weight, bias, _: torch.nn.functional.linear(x, weight, bias),
+        ),
+        "rms_norm": (
+            operators.rms_norm,
+            (leaf(5, 4, seed=1), leaf(4, seed=2), EPS, "reference.norm.rms"),
+            lambda x, weight, *_: rms_norm(x.float(), weight.float()).to(dtype),
+        ),
+        "silu_and_mul": (
+            operators.silu_and_mul,
+            (leaf(5, 8, seed=1), "reference.activation.silu_and_mul"),
+            lambda x, _: silu_and_mul(x.float()).to(dtype),
+        ),
+        "rope": (
+            lambda *arguments: torch.cat(operators.rope(*arguments), dim=1),
+            (leaf(4, 2, 6, seed=1), leaf(4, 1, 6, seed=2), POSITIONS, table, "reference.rope.apply"),
+            lambda q, k, *_: torch.cat((rotate(q.double()), rotate(k.double())), dim=1).to(dtype),
+        ),
+        "attention": (
+            operators.attention,
+            (leaf(5, 4, 6, seed=1), leaf(5, 2, 6, seed=2), leaf(5, 2, 6, seed=3), *paged),
+            lambda q, k, v, *_: attention(q.float(), k.float(), v.float(), [2, 3], [2, 3], 0).to(dtype),
+        ),
+        "logprobs": (
+            operators.logprobs,
+            (leaf(3, 9, seed=1), IDS[:2].expand(2, 3).T, torch.ones(3), "torch", 4, "reference.sampling.logprobs"),
+            lambda logits, ids, *_: torch.log_softmax(logits.float(), -1).gather(-1, ids),
+        ),
+    }
+
+
+def differentiate(run: Callable[..., torch.Tensor], arguments: tuple[Any, ...]) -> list[torch.Tensor]:
+    leaves = [item for item in arguments if isinstance(item, torch.Tensor) and item.requires_grad]
+    out = run(*arguments)
+    return list(torch.autograd.grad(out, leaves, random(*out.shape, seed=9, dtype=out.dtype)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", operator_cases(torch.float32))
+def test_operator_differentiates_like_plain_torch(name: str, dtype: torch.dtype) -> None:
+    run, arguments, plain = operator_cases(dtype)[name]
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    once, again = differentiate(run, arguments), differentiate(run, arguments)
+    for got, repeated, expected in zip(once, again, differentiate(plain, arguments), strict=True):
+        assert got.dtype == dtype
+        assert torch.equal(got, repeated)
+        assert (got - expected).float().norm() <= tolerance * expected.float().norm()
+
+
+@pytest.mark.parametrize("name", [name for name in operator_cases(torch.float32) if name != "rope"])
+def test_operator_is_registered_properly(name: str) -> None:
+    run, arguments, _ = operator_cases(torch.float32)[name]
+    utilities = ("test_schema", "test_autograd_registration", "test_faketensor")
+    assert set(torch.library.opcheck(run, arguments, test_utils=utilities).values()) == {"SUCCESS"}

@@ -1,0 +1,120 @@
+"""New weights for a model that computes: everything is read, checked, hashed and packed before anything is exchanged.
+
+A second model of the same kind is filled beside the first one, under the same plan. Whatever is wrong with the new
+weights shows while the old ones still serve; exchanging the two is then one assignment. For that moment there is memory
+for both.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+
+from tokenspeed.errors import CheckpointError
+from tokenspeed.loading.checkpoint import WEIGHT_DTYPES, Checkpoint, Filling, listed
+from tokenspeed.models.base import CausalLM
+from tokenspeed.numerics.weights import TensorDigest, WeightsDigest, tensor_digest
+
+NamedTensors = Iterable[tuple[str, torch.Tensor]]
+"""A checkpoint's tensors with their names there, in any order."""
+
+_STORED_NAMES = {dtype: name for name, dtype in WEIGHT_DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class StagedWeights:
+    """New weights, packed and ready; `digest` covers the tensors as they were given."""
+
+    model: CausalLM
+    digest: WeightsDigest
+
+    @property
+    def default_version(self) -> str:
+        """A version for whoever gives none: the beginning of the digest, so equal weights have equal versions."""
+        return self.digest.hex[:12]
+
+
+class WeightStaging:
+    """Makes `StagedWeights` for one engine.
+
+    `checkpoint` is what the engine was started from; `rebuild` returns its model once more, without memory and bound to
+    the same kernels.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, rebuild: Callable[[], CausalLM], device: str = "cpu") -> None:
+        self._checkpoint = checkpoint
+        self._rebuild = rebuild
+        self._device = torch.device(device)
+
+    def from_source(self, source: str | Path | NamedTensors) -> StagedWeights:
+        """A folder's weights, or those that an iterable of (name, tensor) gives. Raises CheckpointError."""
+        return self.from_folder(Path(source)) if isinstance(source, str | Path) else self.from_tensors(source)
+
+    def from_folder(self, folder: Path) -> StagedWeights:
+        """Read `model.safetensors`, or several files with their index.
+
+        Of a `config.json` beside them only the architecture is looked at: the configuration stays that of the start.
+        Raises CheckpointError, with every tensor that is wrong.
+        """
+        if not folder.is_dir():
+            raise CheckpointError(f"{folder} is no folder on the machine of the engine")
+        if (folder / "config.json").exists():
+            architecture = Checkpoint(folder).architecture
+            if architecture != self._checkpoint.architecture:
+                raise CheckpointError(
+                    f"{folder} holds a {architecture}, the engine runs a {self._checkpoint.architecture}; another model "
+                    "needs another engine"
+                )
+        checkpoint = Checkpoint(folder, self._checkpoint.config)
+        model = self._rebuild()
+        checkpoint.check(model)
+        return self._fill(model, checkpoint.read(model.checkpoint_tensors()))
+
+    def from_tensors(self, tensors: NamedTensors) -> StagedWeights:
+        """Take tensors by their names in a checkpoint; each is copied before the next one is asked for.
+
+        All tensors of the model must come, each once; their dtype is converted to the model's. Raises CheckpointError,
+        with every tensor that is wrong or missing.
+        """
+        model = self._rebuild()
+        return self._fill(model, self._checked(model, tensors))
+
+    def _checked(self, model: CausalLM, tensors: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
+        """Pass on what fits; raise when all have been seen and something was wrong."""
+        wanted = model.checkpoint_tensors()
+        seen: Counter[str] = Counter()
+        unexpected, misshaped, unreadable = [], [], []
+        for name, tensor in tensors:
+            target = wanted.get(name)
+            if target is None:
+                if not model.ignores(name):
+                    unexpected.append(name)
+                continue
+            seen[name] += 1
+            if tuple(tensor.shape) != target.shape:
+                misshaped.append(f"{name} is {list(tensor.shape)}, the model wants {list(target.shape)}")
+            elif tensor.dtype not in _STORED_NAMES:
+                unreadable.append(f"{name} is {tensor.dtype}")
+            elif seen[name] == 1:
+                yield name, tensor.detach()
+        faults = listed("missing", [name for name in wanted if name not in seen])
+        faults += listed("unexpected", unexpected)
+        faults += listed("mis-shaped", misshaped)
+        faults += listed("unreadable", unreadable)
+        faults += listed("given twice", [name for name, count in seen.items() if count > 1])
+        if faults:
+            raise CheckpointError("\n".join(["the new weights do not fit the model that is running", *faults]))
+
+    def _fill(self, model: CausalLM, tensors: NamedTensors) -> StagedWeights:
+        digests: dict[str, TensorDigest] = {}
+        filling = Filling(model, self._device)
+        for name, tensor in tensors:
+            digests[name] = TensorDigest(_STORED_NAMES[tensor.dtype], tuple(tensor.shape), tensor_digest(tensor))
+            filling.add(name, tensor)
+        filling.finish()
+        return StagedWeights(model, WeightsDigest(MappingProxyType(digests)))
