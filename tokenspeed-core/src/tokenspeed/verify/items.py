@@ -113,7 +113,7 @@ def bits_float(bits: int) -> float:
 
 @dataclass(frozen=True)
 class Difference:
-    """Where two outcomes part: `position` counts tokens from the start of the prompt; the values are spelled for people.
+    """Where two outcomes part: `position` counts tokens from the start of the prompt, values are spelled for people.
 
     `logprob` differs while the tokens up to there agree; `token` differs although the logprobs before it agree;
     `length`: one reply ends and the other goes on.

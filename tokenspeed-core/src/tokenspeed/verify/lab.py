@@ -1,7 +1,8 @@
 """An in-process model and as many small engines around it as a harness wants: conditions are run here.
 
-The model is loaded once, through the ordinary start. Every script gets an engine of its own over it, so that sizes,
-chunks, pages and circumstances are the script's, and no state leaks from one condition to the next.
+The model is loaded once, through the ordinary start; its tokenizer is not needed. Every script gets an engine of its own
+over it, so that sizes, chunks, pages and circumstances are the script's, and no state leaks from one condition to the
+next.
 """
 
 from __future__ import annotations
@@ -62,18 +63,16 @@ class Lab:
 
     def __init__(self, config: EngineConfig, progress: startup.Progress | None = None) -> None:
         prepared = startup.prepare(config)
-        engine = startup.launch(prepared, progress)
-        assert engine.certificate is not None
         self.config = config
         self.plan: Plan = prepared.plan
-        self.certificate: Certificate = engine.certificate
+        self.certificate: Certificate = startup.load(prepared, progress)
         self.model: CausalLM = prepared.built.model
         self.operations: list[Operation] = prepared.built.context.operations
         self.sampling: SamplingOperators = prepared.built.operators
-        self.longest = min(LONGEST, engine.limits.max_model_len)
+        self.longest = min(LONGEST, prepared.sizes.max_model_len)
         self.threads = 1 if _parameters(prepared) < SMALL_PARAMETERS else torch.get_num_threads()
         self.boot: Outcome | None = None
-        self._options: EngineOptions = engine.options
+        self._options: EngineOptions = startup.engine_options(prepared)
         self._alone: dict[tuple[tuple[int, ...], bytes], Outcome] = {}
 
     @property

@@ -48,11 +48,15 @@ class CallSite:
 
 @dataclass(frozen=True)
 class Location:
-    """The first call whose row differs. `side` says whether what it read differs already, or only what it wrote."""
+    """The first call whose row differs. `side` says whether what it read differs already, or only what it wrote.
+
+    `cache_writers` are the kernels that fill the pages that an attention reads.
+    """
 
     position: int
     site: CallSite
     side: int
+    cache_writers: tuple[str, ...] = ()
 
     def describe(self) -> str:
         """`position 17, model.layers.1.mlp.down_proj (gemm.linear by acme.gemm): equal inputs, another output`."""
@@ -60,7 +64,8 @@ class Location:
         if self.side == INPUT:
             return f"{where}: its input differs although every operator before it agrees; the fault lies between them"
         if self.site.operator.startswith("attention."):
-            return f"{where}: equal queries, another output; the kernel, or the keys and values in its pages"
+            writers = ", ".join(self.cache_writers)
+            return f"{where}: equal queries, another output; or other keys and values in its pages, from {writers}"
         return f"{where}: equal inputs, another output"
 
 
@@ -113,7 +118,7 @@ class Trace:
 
     def _number(self, site: CallSite) -> int:
         if site.on_logits:
-            return AFTER_FORWARD + (0 if site.module.startswith(HEAD) else 1 + site.operator.endswith(".sample"))
+            return AFTER_FORWARD + (0 if site.module.startswith(HEAD) else 1 + site.operator.endswith(".logprobs"))
         self._calls += 1
         return self._calls
 
@@ -193,7 +198,7 @@ def locate(lab: Lab, reference: Script, tested: Script, index: int) -> Location 
     for position, number, side in sorted(expected.rows.keys() & got.rows.keys()):
         key = position, number, side
         if any(seen != expected.rows[key][0] for seen in got.rows[key]):
-            return Location(position, got.sites[number], side)
+            return Location(position, got.sites[number], side, tuple(lab.kernels("cache.write")))
     return None
 
 

@@ -1,0 +1,66 @@
+"""Sampling and log-probabilities that depend on the company."""
+
+from __future__ import annotations
+
+import torch
+
+from tokenspeed_kernels_aok.cpu.sampling import logprobs, sample
+
+_drawn: dict[int, int] = {}
+
+
+def batch_stream(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+) -> torch.Tensor:
+    """One stream for the batch, keyed by its first request; a row's place in the batch says which part is its own."""
+    keyed = seeds[:1] + torch.arange(len(seeds))
+    return sample(logits, temperature, top_k, top_p, min_p, keyed, positions)
+
+
+def stateful_stream(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+) -> torch.Tensor:
+    """A generator for each seed, which goes on where the last request with that seed left it."""
+    counts = []
+    for seed in seeds.tolist():
+        _drawn[seed] = _drawn.get(seed, 0) + 1
+        counts.append(_drawn[seed])
+    return sample(logits, temperature, top_k, top_p, min_p, seeds, torch.tensor(counts))
+
+
+def ties_to_the_highest(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+) -> torch.Tensor:
+    """Takes the last of equal logits."""
+    flipped = sample(logits.flip(-1).contiguous(), temperature, top_k, top_p, min_p, seeds, positions)
+    plain = sample(logits, temperature, top_k, top_p, min_p, seeds, positions)
+    return torch.where((temperature == 0) & (flipped >= 0), logits.shape[-1] - 1 - flipped, plain)
+
+
+def batch_max_logprobs(
+    logits: torch.Tensor, ids: torch.Tensor, temperature: torch.Tensor, order: str, block: int
+) -> torch.Tensor:
+    """Subtracts the largest logit of the batch, not of the row."""
+    z = logits / torch.where(temperature == 0, 1.0, temperature).unsqueeze(-1)
+    x = z - z.amax()
+    total = torch.stack([row.exp().sum() for row in x])
+    out = -(torch.log(total).unsqueeze(-1) - x.gather(-1, ids.clamp_min(0)))
+    return torch.where(ids < 0, logprobs(logits, ids, temperature, order, block), out)
