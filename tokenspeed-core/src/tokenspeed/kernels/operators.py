@@ -9,6 +9,8 @@ Legend for shapes:
     K, N       inner and outer size of a projection        F feed-forward size
     Hq, Hkv    query and key/value heads    D head size    P pages in the cache    S = 16 slots in a page
     G          groups of a batched projection (heads, as a rule)
+    E, k       experts of a layer and experts chosen for a token; a chosen expert's place 0..k-1 is its slot
+    C, R       width of a compressed KV entry (latent, then rotated key) and of its latent part
     W          width of the page table (pages of the longest sequence)
 
 Common rules. Inputs have unit stride in their last axis; the other strides are free. An output is freshly allocated
@@ -199,6 +201,51 @@ OPERATORS: dict[str, Operator] = {
             f"{_REFERENCE}.attention:paged",
             links=("kv_layout",),
             facts=("head_dim", "group_size"),
+        ),
+        Operator(
+            "moe.route",
+            "The k experts of each token and their weights, all in fp32.",
+            "route(logits, bias, top_k, scoring, form, normalise=True, scale=1.0, groups=1, top_groups=1) "
+            "-> (weights, ids)",
+            (
+                _arg("logits", "T,E", "$logits", "router logits, widened to fp32"),
+                _arg("bias", "E", "float32", "added to the scores for the choice only", optional=True),
+                _arg("top_k", "", "int", "experts for each token"),
+                _arg("scoring", "", "str", "`softmax` over E, or `sigmoid` of each logit"),
+                _arg("form", "", "str", "`torch` or `fused`: reference.moe says what each computes"),
+                _arg("normalise", "", "bool", "divide the chosen scores by their sum + 1e-20"),
+                _arg("scale", "", "float", "multiplies the weights at the end"),
+                _arg("groups", "", "int", "equal groups of neighbouring experts"),
+                _arg(
+                    "top_groups",
+                    "",
+                    "int",
+                    "only experts of so many groups are eligible: those whose two best add up to most",
+                ),
+            ),
+            (
+                _arg("weights", "T,k", "float32", "scores (without bias) of the chosen, best choice first"),
+                _arg("ids", "T,k", "int32", "chosen experts, equal scores by ascending expert"),
+            ),
+            f"{_REFERENCE}.moe:route",
+            facts=("experts", "top_k"),
+        ),
+        Operator(
+            "moe.experts",
+            "Weighted sum of the chosen experts' gated MLPs; reads the weights of chosen experts only.",
+            "experts(x, gate_up, down, weights, ids, order) -> out",
+            (
+                _arg("x", "T,H", "$x", "activations"),
+                _arg("gate_up", "E,2F,H", "$weight", "gate rows, then up rows, of each expert"),
+                _arg("down", "E,H,F", "$weight", "output projection of each expert"),
+                _arg("weights", "T,k", "float32", "weight of each slot"),
+                _arg("ids", "T,k", "int32", "expert of each slot; an id >= E stands for the identity"),
+                _arg("order", "", "str", "`slot` folds in slot order, in fp32; `rank` leaves the order to the kernel"),
+            ),
+            (_arg("out", "T,H", "$x", "sum over the slots of weight * expert(x)"),),
+            f"{_REFERENCE}.moe:experts",
+            weights=("gate_up", "down"),
+            facts=("experts", "hidden", "intermediate"),
         ),
         Operator(
             "sampling.block_sumexp",

@@ -23,7 +23,14 @@ class KVSpec:
     dtype: torch.dtype
 
 
-class Attention(nn.Module):
+class CachedAttention(nn.Module):
+    """An attention with a cache: `layer` is its index into `ForwardBatch.kv_caches`, `kv_spec` what it keeps there."""
+
+    layer: int
+    kv_spec: KVSpec
+
+
+class Attention(CachedAttention):
     """Writes a layer's keys and values to its cache, then attends over the cache.
 
     `layer` is the index into `ForwardBatch.kv_caches`; `window` the keys that a query sees, itself included (0: all).

@@ -6,7 +6,7 @@ layer at a time and packs it as soon as it is complete, so no second copy of the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -15,16 +15,21 @@ from torch import nn
 
 @dataclass(frozen=True)
 class TensorTarget:
-    """Where one checkpoint tensor goes: into `layer`'s parameter of that name, from row `start`, with this shape."""
+    """Where one checkpoint tensor goes: into `layer`'s parameter of that name, from row `start`, with this shape.
+
+    `index` picks a part of the parameter first: an expert.
+    """
 
     layer: WeightLayer
     parameter: str
     shape: tuple[int, ...]
     start: int = 0
+    index: tuple[int, ...] = ()
 
     def fill(self, tensor: torch.Tensor) -> None:
         """Copy `tensor` in, converting its dtype; the layer must be allocated."""
         whole: torch.Tensor = getattr(self.layer, self.parameter).data
+        whole = whole[self.index]
         whole[self.start : self.start + self.shape[0]].copy_(tensor)
 
 
@@ -39,6 +44,9 @@ class WeightLayer(nn.Module):
     def new_weight(shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
         """A parameter without memory."""
         return nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
+
+    def choose_form(self, prefix: str, stored: Collection[str]) -> None:
+        """For layers whose weights checkpoints store in several forms: expect the one that `stored` names belong to."""
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[tuple[str, TensorTarget]]:
         """The checkpoint tensors that fill this layer, by name; `prefix` is the layer's own name in the model."""

@@ -133,6 +133,7 @@ class Checkpoint:
 
     def check(self, model: CausalLM) -> None:
         """Raise CheckpointError with every tensor that is missing, unexpected, mis-shaped or of an unreadable dtype."""
+        model.choose_forms(self.tensors)
         wanted = model.checkpoint_tensors()
         faults = listed("missing", [name for name in wanted if name not in self.tensors])
         faults += listed(

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import re
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from tokenspeed.engine.batch import ForwardBatch
-from tokenspeed.layers.attention import Attention, KVSpec
+from tokenspeed.layers.attention import CachedAttention, KVSpec
 from tokenspeed.layers.context import LayerContext
 from tokenspeed.layers.weights import TensorTarget, WeightLayer
 
@@ -48,7 +48,7 @@ class CausalLM(nn.Module):
 
     def kv_specs(self) -> list[KVSpec]:
         """What each layer caches, in the order of `ForwardBatch.kv_caches`."""
-        attentions = [module for module in self.modules() if isinstance(module, Attention)]
+        attentions = [module for module in self.modules() if isinstance(module, CachedAttention)]
         return [attention.kv_spec for attention in sorted(attentions, key=lambda attention: attention.layer)]
 
     def weight_layers(self) -> Iterator[tuple[str, WeightLayer]]:
@@ -56,6 +56,12 @@ class CausalLM(nn.Module):
         for name, module in self.named_modules():
             if isinstance(module, WeightLayer):
                 yield name, module
+
+    def choose_forms(self, stored: Collection[str]) -> None:
+        """Expect the tensors in the form in which a checkpoint with these names stores them (experts one by one, or
+        stacked). Without it `checkpoint_tensors` names the form that is usual for the architecture."""
+        for prefix, layer in self.weight_layers():
+            layer.choose_form(prefix, stored)
 
     def checkpoint_tensors(self) -> dict[str, TensorTarget]:
         """Where each tensor of a checkpoint goes. Ask before the weights are prepared."""

@@ -16,6 +16,11 @@ TOKENSPEED_API = 1
 DEVICES = ("cpu", "cuda")
 DTYPES = ("float32", "bfloat16", "float16")
 
+_TRAITS: dict[str, dict[str, tuple[TraitValue, ...]]] = {
+    "moe.route": {"form": ("fused", "torch")},
+    "moe.experts": {"combine_order": ("rank", "slot")},
+}
+
 
 def _spec(operator: Operator, device: str) -> KernelSpec:
     arguments = (*operator.arguments, *operator.returns)
@@ -25,6 +30,7 @@ def _spec(operator: Operator, device: str) -> KernelSpec:
         traits["kv_layout"] = ("nhd",)
     if operator.name in ("sampling.block_sumexp", "sampling.logprobs"):
         traits["block_order"] = ("torch_sum",)
+    traits.update(_TRAITS.get(operator.name, {}))
     return KernelSpec(
         name=f"reference.{operator.name}" + ("" if device == "cpu" else f".{device}"),
         operator=operator.name,
