@@ -67,8 +67,8 @@ class WeightStaging:
             architecture = Checkpoint(folder).architecture
             if architecture != self._checkpoint.architecture:
                 raise CheckpointError(
-                    f"{folder} holds a {architecture}, the engine runs a {self._checkpoint.architecture}; another model "
-                    "needs another engine"
+                    f"{folder} holds a {architecture}, the engine runs a {self._checkpoint.architecture}; another "
+                    "model needs another engine"
                 )
         checkpoint = Checkpoint(folder, self._checkpoint.config)
         model = self._rebuild()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType, MethodType
+from types import MethodType
 from typing import Any
 
 import torch
@@ -314,11 +314,11 @@ def _names_by_operator(specs: Iterable[KernelSpec]) -> Mapping[str, tuple[str, .
     found: dict[str, set[str]] = {}
     for spec in specs:
         found.setdefault(spec.operator, set()).add(spec.name)
-    return MappingProxyType({operator: tuple(sorted(names)) for operator, names in sorted(found.items())})
+    return {operator: tuple(sorted(names)) for operator, names in sorted(found.items())}
 
 
 def _counts(changed: Iterable[nn.Module]) -> Mapping[str, int]:
     found: dict[str, int] = {}
     for module in changed:
         found[type(module).__name__] = found.get(type(module).__name__, 0) + 1
-    return MappingProxyType(found)
+    return found

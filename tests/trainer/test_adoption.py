@@ -1,0 +1,359 @@
+"""An adopted transformers model computes the engine's bits, in any shape of batch and at any moment of a training."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterator
+from itertools import chain, pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tokenspeed import LLM
+from tokenspeed.errors import StartRefused
+from tokenspeed.trainer import adopt, forget_packed_weights, logprobs, restore
+from tokenspeed.trainer.adoption import MODULES
+from tokenspeed_models.plugin import tokenspeed_models
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+LENGTHS = [512, 257, 256, 255, 129, 128, 127, 65, 64, 63, 33, 31, 17, 16, 15, 2]
+VOCAB = 320
+CASES = [(family, dtype) for family in ("Llama", "Qwen2", "Qwen3") for dtype in (torch.bfloat16, torch.float32)]
+
+MakeFolder = Callable[[str, torch.dtype], Path]
+Load = Callable[[Path], Any]
+
+
+def ragged(count: int = 32) -> list[list[int]]:
+    """Sequences of ragged lengths up to 512."""
+    source = random.Random(5)
+    lengths = (LENGTHS + [source.randint(2, 100) for _ in range(count)])[:count]
+    return [[source.randrange(3, VOCAB) for _ in range(length)] for length in lengths]
+
+
+def start(folder: Path, **options: Any) -> LLM:
+    sizes = {"threads": 1, "num_kv_pages": 256, "max_num_seqs": 16, "max_num_batched_tokens": 512}
+    return LLM(folder, **{"numerics": "rl-bitwise", "trainer": "transformers", **sizes, **options})
+
+
+def padded(sequences: list[list[int]], side: str) -> dict[str, torch.Tensor]:
+    """`input_ids` and `attention_mask`, padded on the left or the right."""
+    width = max(map(len, sequences))
+    ids, mask = (
+        torch.zeros(len(sequences), width, dtype=torch.int64),
+        torch.zeros(len(sequences), width, dtype=torch.int64),
+    )
+    for row, sequence in enumerate(sequences):
+        place = slice(width - len(sequence), width) if side == "left" else slice(0, len(sequence))
+        ids[row, place], mask[row, place] = torch.tensor(sequence), 1
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def packed(sequences: list[list[int]]) -> dict[str, torch.Tensor]:
+    """One row, with positions that start again."""
+    positions = [at for sequence in sequences for at in range(len(sequence))]
+    return {
+        "input_ids": torch.tensor([list(chain.from_iterable(sequences))]),
+        "position_ids": torch.tensor([positions]),
+    }
+
+
+def rows_of(logits: torch.Tensor, batch: dict[str, torch.Tensor], sequences: list[list[int]]) -> list[torch.Tensor]:
+    """Logits [T,V] of each sequence."""
+    flat = logits.reshape(-1, logits.shape[-1])
+    if "attention_mask" in batch:
+        flat = flat[batch["attention_mask"].flatten().bool()]
+    return list(torch.split(flat, [len(sequence) for sequence in sequences]))
+
+
+def trainer_logprobs(model: Any, batch: dict[str, torch.Tensor], sequences: list[list[int]]) -> list[torch.Tensor]:
+    logits = rows_of(model(**batch).logits, batch, sequences)
+    return [logprobs(rows[:-1], torch.tensor(sequence[1:])) for rows, sequence in zip(logits, sequences, strict=True)]
+
+
+def engine_logprobs(llm: LLM, sequences: list[list[int]]) -> list[torch.Tensor]:
+    return [torch.tensor(score.logprobs[1:], dtype=torch.float32) for score in llm.score(sequences)]
+
+
+def checkpoint_activations(model: Any, reentrant: bool) -> None:
+    """Under its name in newer or older releases of transformers."""
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": reentrant})
+
+
+def same(got: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a.detach(), b) for a, b in zip(got, expected, strict=True))
+
+
+def test_every_architecture_that_promises_rl_bitwise_can_be_adopted() -> None:
+    promised = {profile.architecture for profile in tokenspeed_models() if "rl-bitwise" in profile.numerics_envelopes}
+    assert promised == set(MODULES)
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}-{case[1]}")
+def folder(request: pytest.FixtureRequest, make_folder: MakeFolder) -> Path:
+    return make_folder(*request.param)
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> Iterator[LLM]:
+    with start(folder) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def expected(llm: LLM) -> list[torch.Tensor]:
+    """The engine's log-probabilities of the ragged sequences."""
+    return engine_logprobs(llm, ragged())
+
+
+@pytest.fixture
+def model(folder: Path, load_trainer: Load) -> Any:
+    found = load_trainer(folder)
+    adopt(found)
+    return found
+
+
+@torch.no_grad()
+def test_any_shape_of_batch(model: Any, expected: list[torch.Tensor]) -> None:
+    sequences = ragged()
+    model.eval()
+    assert same(trainer_logprobs(model, packed(sequences), sequences), expected)
+    for first in (0, 16):
+        part = slice(first, first + 16)
+        for side in ("left", "right"):
+            batch = padded(sequences[part], side)
+            assert same(trainer_logprobs(model, batch, sequences[part]), expected[part]), (side, first)
+    for index in (1, 9, 15, 31):
+        alone = {"input_ids": torch.tensor([sequences[index]])}
+        assert same(trainer_logprobs(model, alone, [sequences[index]]), [expected[index]])
+
+
+def test_while_training(model: Any, expected: list[torch.Tensor]) -> None:
+    """Train mode, with gradients, with and without checkpointed activations; and the gradients are the same bits."""
+    sequences = ragged()[9:]
+    batch = packed(sequences)
+    model.train()
+    gradients = []
+    for reentrant in (None, False, True):
+        if reentrant is not None:
+            checkpoint_activations(model, reentrant)
+            model.enable_input_require_grads()
+        model.zero_grad()
+        found = trainer_logprobs(model, batch | {"use_cache": False}, sequences)
+        assert same(found, expected[9:])
+        torch.cat(found).mean().backward()
+        gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    assert all(gradient is not None and gradient.abs().max() > 0 for gradient in gradients[0].values())
+    for other in gradients[1:]:
+        assert all(torch.equal(gradient, other[name]) for name, gradient in gradients[0].items())
+
+
+def test_gradients_are_those_of_the_stock_model(model: Any, folder: Path, load_trainer: Load) -> None:
+    sequences = ragged()[10:20]
+    stock = load_trainer(folder)
+    dtype = next(stock.parameters()).dtype
+    for each in (model, stock):
+        batch = padded(sequences, "right")
+        found = [
+            torch.log_softmax(rows[:-1].float(), -1).gather(-1, torch.tensor(sequence[1:]).unsqueeze(-1))
+            for rows, sequence in zip(rows_of(each(**batch).logits, batch, sequences), sequences, strict=True)
+        ]
+        torch.cat(found).mean().backward()
+    for (name, a), (_, b) in zip(model.named_parameters(), stock.named_parameters(), strict=True):
+        if name.endswith("k_proj.bias"):
+            continue  # adds the same to all scores of a query, so what is computed for it is rounding alone
+        difference = float((a.grad - b.grad).float().norm() / b.grad.float().norm())
+        assert difference < (1e-4 if dtype == torch.float32 else 0.1), name
+
+
+def test_after_optimiser_steps_with_weights_pushed(model: Any, folder: Path) -> None:
+    sequences = ragged()[8:20]
+    batch = packed(sequences)
+    optimisers = [
+        torch.optim.SGD(model.parameters(), lr=0.5),
+        torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True),
+        torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True),
+    ]
+    with start(folder) as llm:
+        seen = [torch.cat(engine_logprobs(llm, sequences))]
+        for optimiser in optimisers:
+            torch.cat(trainer_logprobs(model, batch, sequences)).mean().neg().backward()
+            optimiser.step()
+            model.zero_grad()
+            after = trainer_logprobs(model, batch, sequences)
+            assert not same(after, engine_logprobs(llm, sequences))
+            llm.update_weights(model.named_parameters())
+            assert same(after, engine_logprobs(llm, sequences))
+            seen.append(torch.cat(after).detach())
+    assert all(not torch.equal(a, b) for a, b in pairwise(seen))
+
+
+@torch.no_grad()
+def test_an_unadopted_model_differs(folder: Path, load_trainer: Load, expected: list[torch.Tensor]) -> None:
+    stock = load_trainer(folder).eval()
+    sequences = ragged()
+    batch = packed(sequences)
+    assert not same(trainer_logprobs(stock, batch, sequences), expected)
+    adopt(stock)
+    restored = copy.deepcopy(stock)
+    restore(restored)
+    assert not same(trainer_logprobs(restored, batch, sequences), expected)
+    assert same(trainer_logprobs(stock, batch, sequences), expected)
+
+
+@torch.no_grad()
+def test_one_ulp_of_one_weight_shows(model: Any, expected: list[torch.Tensor]) -> None:
+    sequences = ragged()
+    weight = model.model.layers[1].mlp.up_proj.weight
+    bits = weight.view(torch.int16 if weight.dtype == torch.bfloat16 else torch.int32)
+    bits[7, 5] += 1
+    assert not same(trainer_logprobs(model, packed(sequences), sequences), expected)
+
+
+@torch.no_grad()
+def test_generating_with_a_cache_takes_the_engines_tokens(model: Any, llm: LLM) -> None:
+    from tokenspeed import SamplingParams
+
+    prompts = [sequence[:30] for sequence in ragged()[8:16]]
+    batch = padded(prompts, "left")
+    out = model.eval().generate(**batch, max_new_tokens=12, min_new_tokens=12, do_sample=False)
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logit_bias={2: -100.0})
+    replies = llm.generate(prompts, params)
+    assert out[:, -12:].tolist() == [reply.outputs[0].token_ids for reply in replies]
+
+
+class TestRestore:
+    """`restore` leaves nothing behind, in the model or outside it."""
+
+    @pytest.fixture
+    def stock(self, make_folder: MakeFolder, load_trainer: Load) -> Any:
+        return load_trainer(make_folder("Qwen3", torch.float32)).eval()
+
+    @torch.no_grad()
+    def test_the_model_is_as_it_was(self, stock: Any) -> None:
+        ids = torch.tensor([ragged()[5]])
+        before, attributes = stock(ids).logits, {name: set(vars(m)) for name, m in stock.named_modules()}
+        adoption = adopt(stock)
+        assert adoption.attention == "sdpa"
+        assert adoption.kernels["gemm.linear"] == ("aok.gemm.linear",)
+        assert not torch.equal(stock(ids).logits, before)
+        restore(stock)
+        assert torch.equal(stock(ids).logits, before)
+        assert {name: set(vars(m)) for name, m in stock.named_modules()} == attributes
+        assert stock.config._attn_implementation == "sdpa"
+
+    @torch.no_grad()
+    def test_another_model_is_untouched_meanwhile(
+        self, stock: Any, make_folder: MakeFolder, load_trainer: Load
+    ) -> None:
+        other = load_trainer(make_folder("Qwen3", torch.float32)).eval()
+        ids = torch.tensor([ragged()[5]])
+        before = other(ids).logits
+        adopt(stock)
+        assert torch.equal(other(ids).logits, before)
+
+    def test_twice(self, stock: Any) -> None:
+        with pytest.raises(ValueError, match="is not adopted"):
+            restore(stock)
+        adopt(stock)
+        with pytest.raises(ValueError, match="adopted already"):
+            adopt(stock)
+
+
+class TestRefusals:
+    """What cannot keep the promise is refused, and the model stays as it was."""
+
+    @pytest.fixture
+    def stock(self, make_folder: MakeFolder, load_trainer: Load) -> Any:
+        return load_trainer(make_folder("Qwen3", torch.float32))
+
+    def refused(self, model: Any, **options: Any) -> str:
+        with pytest.raises(StartRefused) as refusal:
+            adopt(model, **options)
+        assert not any("forward" in vars(module) for module in model.modules())
+        assert model.config._attn_implementation == "sdpa"
+        return str(refusal.value)
+
+    def test_unknown_modules_are_named(self, stock: Any) -> None:
+        class Adapter(torch.nn.Linear):
+            """As a library of adapters puts it in the place of a projection."""
+
+        stock.model.layers[1].self_attn.o_proj = Adapter(192, 96)
+        message = self.refused(stock)
+        assert "model.layers.1.self_attn.o_proj" in message
+        assert "Adapter" in message
+        assert "1 modules" in message
+
+    def test_no_kernel_with_the_feature(self, stock: Any) -> None:
+        message = self.refused(stock, plugins=("tokenspeed-models", "tokenspeed-reference"))
+        assert "batch_invariant" in message
+        assert "add tokenspeed-kernels-aok to --plugins" in message
+
+    def test_a_pinned_kernel_without_the_feature(self, stock: Any) -> None:
+        assert "reference.gemm.linear" in self.refused(stock, kernel={"gemm.linear": "reference.gemm.linear"})
+
+    def test_two_dtypes(self, stock: Any) -> None:
+        stock.model.norm.to(torch.bfloat16)
+        assert "2 dtypes" in self.refused(stock)
+
+    def test_dropout(self, stock: Any) -> None:
+        stock.model.layers[0].self_attn.attention_dropout = 0.1
+        assert "attention_dropout is 0.1" in self.refused(stock)
+
+    def test_unknown_architecture(self) -> None:
+        import transformers
+
+        shape = {"n_embd": 8, "n_layer": 1, "n_head": 2, "vocab_size": 11}
+        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape))
+        assert "GPT2LMHeadModel" in self.refused(model)
+
+    def test_no_transformers_model(self) -> None:
+        with pytest.raises(TypeError, match="Linear is no transformers model"):
+            adopt(torch.nn.Linear(2, 2))
+
+    def test_attention_weights_are_not_there(self, stock: Any) -> None:
+        adopt(stock)
+        with pytest.raises(ValueError, match="never has attention weights"):
+            stock(torch.tensor([[5, 6]]), output_attentions=True)
+
+
+@torch.no_grad()
+def test_weights_written_through_data(make_folder: MakeFolder, load_trainer: Load) -> None:
+    """torch does not count such writes; they show once they are announced."""
+    model = load_trainer(make_folder("Qwen2", torch.float32)).eval()
+    adopt(model)
+    ids = torch.tensor([ragged()[9]])
+    before = model(ids).logits
+    model.model.layers[0].mlp.down_proj.weight.data *= 1.5
+    forget_packed_weights(model)
+    assert not torch.equal(model(ids).logits, before)
+
+
+def test_logprobs_refuse_an_unknown_order() -> None:
+    with pytest.raises(ValueError, match="'jax' is not one of torch, megatron"):
+        logprobs(torch.zeros(1, 4), torch.zeros(1, dtype=torch.int64), order="jax")
+    with pytest.raises(ValueError, match="sums whole rows"):
+        logprobs(torch.zeros(1, 4), torch.zeros(1, dtype=torch.int64), vocab_shards=2)
+
+
+@pytest.mark.parametrize(("order", "trainer"), [("torch", "transformers"), ("megatron", "megatron")])
+@torch.no_grad()
+def test_temperature_and_order(order: str, trainer: str, make_folder: MakeFolder, load_trainer: Load) -> None:
+    folder = make_folder("Llama", torch.bfloat16)
+    model = load_trainer(folder).eval()
+    adopt(model)
+    sequence = ragged()[4]
+    logits = model(torch.tensor([sequence])).logits[0, :-1]
+    ids = torch.tensor(sequence[1:])
+    with start(folder, trainer=trainer) as llm:
+        for temperature in (1.0, 0.7, 0.0):
+            (score,) = llm.score(sequence, temperature=temperature)
+            expected = torch.tensor(score.logprobs[1:], dtype=torch.float32)
+            assert torch.equal(logprobs(logits, ids, order=order, temperature=temperature), expected)
+    other = logprobs(logits, ids, order="torch" if order == "megatron" else "megatron")
+    assert torch.allclose(other, logprobs(logits, ids, order=order), atol=1e-5)
