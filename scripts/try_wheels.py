@@ -24,7 +24,7 @@ def main() -> None:
         raise SystemExit(f"no wheel of {', '.join(missing)} in {arguments.dist}")
 
     venv.create(arguments.environment, clear=True, with_pip=True)
-    python = str(arguments.environment / "bin" / "python")
+    python = str((arguments.environment / "bin" / "python").absolute())
     report = arguments.environment / "report.json"
     install = ["-c", "constraints.txt", "--find-links", str(arguments.dist), "tokenspeed[aok]"]
     subprocess.run([python, "-m", "pip", "install", "--quiet", "--report", str(report), *install], check=True)
