@@ -145,7 +145,7 @@ def batched_by(table: GemmTable, tile: GemmTile, x: torch.Tensor, weight: torch.
 
 def table_for(arch: str, dtype: torch.dtype) -> GemmTable:
     """The tile table for operands of `dtype` on `arch`."""
-    return GEMM_FLOAT32 if dtype == torch.float32 else GEMM[arch]
+    return (GEMM_FLOAT32 if dtype == torch.float32 else GEMM)[arch]
 
 
 def _rows_aligned(matrix: torch.Tensor) -> torch.Tensor:
@@ -215,7 +215,7 @@ def _constants(table: GemmTable, tile: GemmTile, descriptors: bool, has_bias: bo
 def forms(target: str) -> Iterator[Form]:
     """Every tile of the target's tables, with tensor descriptors where the table has them, and by pointers."""
     for dtype in TRITON_DTYPES.values():
-        table = GEMM_FLOAT32 if dtype == "fp32" else GEMM[target]
+        table = (GEMM_FLOAT32 if dtype == "fp32" else GEMM)[target]
         for tile in table.tiles:
             for descriptors in sorted({False, table.descriptors}):
                 yield _form(target, table, tile, dtype, descriptors)

@@ -12,8 +12,8 @@ How the instruction is held fixed:
   cut into panels of 64 columns, each with an accumulator and a `tl.dot` of its own: m64n64k16 always. The 64 rows of
   the smallest tile are cheap for decode, where memory is the limit.
 - sm100: the same with `tcgen05.mma` at M = 128, N = 64, K = 16.
-- gfx942: `v_mfma_f32_16x16x16`, fixed by the instruction size that the table asks Triton for. Compiled only: no kernel
-  spec offers it, since nobody has run it.
+- gfx942: `v_mfma_f32_32x32x8`, which Triton picks for both tiles. Compiled only: no kernel spec offers it, since nobody
+  has run it.
 
 Sources of the sizes: shared memory per multiprocessor of the CUDA C programming guide (164 KB on sm80, 100 KB on sm86
 and sm89, 228 KB on sm90 and sm100), 16 KB or more of weights in flight in every multiprocessor for small M, and no
@@ -110,7 +110,7 @@ GEMM: dict[str, GemmTable] = {
         ),
     ),
     "gfx942": GemmTable(
-        "m16n16k16",
+        "m32n32k8",
         64,
         False,
         (
@@ -120,8 +120,12 @@ GEMM: dict[str, GemmTable] = {
     ),
 }
 
-GEMM_FLOAT32 = GemmTable("fma", 32, False, (GemmTile(64, 64, 1, num_warps=4, num_stages=2),))
-"""fp32 operands: plain FMAs on every architecture (TF32 is off), one tile. For checks and small models only."""
+_FLOAT32_TILES = (GemmTile(64, 64, 1, num_warps=4, num_stages=2),)
+_FLOAT32 = GemmTable("fma", 32, False, _FLOAT32_TILES)
+GEMM_FLOAT32: dict[str, GemmTable] = dict.fromkeys(GEMM, _FLOAT32) | {
+    "gfx942": GemmTable("m32n32k2", 32, False, _FLOAT32_TILES)
+}
+"""fp32 operands: plain FMAs (no TF32; gfx942 has fp32 in its matrix unit), one tile. For checks and small models."""
 
 
 @dataclass(frozen=True)

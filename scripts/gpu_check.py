@@ -1,0 +1,367 @@
+#!/usr/bin/env python3
+"""Check and measure this project on one CUDA GPU: one command, one table, under eight minutes.
+
+    python scripts/gpu_check.py [--json gpu_check.json] [--budget-seconds 460] [--model DIR]
+
+In order: the tests of `tests/gpu` (every Triton kernel, graph replay = eager), projections against cuBLAS, attention
+against torch's SDPA and, where it is installed, flashinfer, then the engine on a random model of Qwen3-0.6B's shape:
+`numerics verify --quick`, tokens per second under auto and rl-bitwise, and the share of bandwidth at batch 1. A row
+that could not be measured stays blank and says why; a target is only compared with a number that was measured here.
+
+Exit status: 0 when all tests passed, 1 when some failed, 2 without a GPU. Targets are reported, not enforced.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+PAGE = 16
+
+# (K, N) of projections: QKV, output and gate/up of Qwen3-0.6B and of Llama-3-8B, and a vocabulary of 151,936.
+PROJECTIONS = ((1024, 4096), (2048, 1024), (1024, 6144), (4096, 6144), (4096, 4096), (4096, 28672), (1024, 151_936))
+ROWS = (1, 16, 256, 4096)
+
+# (name, sequences, queries of each, keys of each), with 32 query heads, 8 kv heads and 128 features.
+ATTENTION = (
+    ("decode 64 x 2048", 64, 1, 2048),
+    ("decode 1 x 32768", 1, 1, 32_768),
+    ("prefill 1 x 4096", 1, 4096, 4096),
+    ("chunk 512 of 8192", 1, 512, 8192),
+)
+
+
+@dataclass
+class Row:
+    """One line of the table. `value` is None where nothing was measured; `note` then says why."""
+
+    group: str
+    name: str
+    value: float | None = None
+    unit: str = ""
+    target: str = ""
+    note: str = ""
+
+
+class Clock:
+    """What is left of the time that the whole check may take."""
+
+    def __init__(self, seconds: float) -> None:
+        self.end = time.monotonic() + seconds
+
+    def left(self) -> float:
+        """Seconds; never below 1, so that it can serve as a timeout."""
+        return max(self.end - time.monotonic(), 1.0)
+
+    def spent(self) -> bool:
+        """Whether nothing should be started any more."""
+        return time.monotonic() >= self.end
+
+
+def render(rows: list[Row]) -> str:
+    """The table as text; what was not measured is blank."""
+    cells = [("", "", "value", "unit", "target", "note")]
+    cells += [(r.group, r.name, "" if r.value is None else f"{r.value:,.3f}", r.unit, r.target, r.note) for r in rows]
+    widths = [max(len(line[i]) for line in cells) for i in range(5)]
+    lines = []
+    for line in cells:
+        group, name, value, unit, target, note = line
+        fixed = (group.ljust(widths[0]), name.ljust(widths[1]), value.rjust(widths[2]))
+        lines.append("  ".join((*fixed, unit.ljust(widths[3]), target.ljust(widths[4]), note)).rstrip())
+    return "\n".join(lines)
+
+
+def run(command: list[str], timeout: float) -> tuple[int, str]:
+    """Exit status and output of a command run in the repository's root; 124 when it took too long."""
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout)
+    except subprocess.TimeoutExpired:
+        return 124, f"took longer than {timeout:.0f} s"
+    return done.returncode, done.stdout + done.stderr
+
+
+def last_line(text: str) -> str:
+    """The last line that says something, shortened."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1][:160] if lines else ""
+
+
+def conformance(clock: Clock) -> Iterator[Row]:
+    """The tests of `tests/gpu`: how many passed, and how many did not."""
+    status, output = run([sys.executable, "-m", "pytest", "-q", "tests/gpu"], min(clock.left(), 240))
+    counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|error|skipped)", output)}
+    note = "" if status == 0 else last_line(output)
+    yield Row("tests/gpu", "passed", float(counts.get("passed", 0)) if counts else None, "tests", "all", note)
+    bad = sum(counts.get(word, 0) for word in ("failed", "error", "skipped"))
+    unfinished = status not in (0, 1)
+    yield Row("tests/gpu", "failed, errors or skipped", None if unfinished else float(bad), "tests", "0", note)
+
+
+def milliseconds(call: Callable[[], object]) -> float:
+    """Median time of `call` with a cold L2 cache."""
+    import triton.testing
+
+    return float(triton.testing.do_bench(call, warmup=10, rep=40, return_mode="median"))
+
+
+def bandwidth_gb_per_s() -> float:
+    """What this GPU reads and writes in a second when it copies 2 GiB."""
+    import torch
+
+    source = torch.empty(1 << 30, dtype=torch.int16, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / milliseconds(lambda: target.copy_(source)) / 1e6
+
+
+def projections(clock: Clock, peak: float) -> Iterator[Row]:
+    """`gemm.linear` in bf16 against cuBLAS, and against the bandwidth where few rows make memory the limit."""
+    import torch
+
+    from tokenspeed_kernels_aok.triton import gemm
+
+    for k, n in PROJECTIONS:
+        weight = torch.randn(n, k, device="cuda", dtype=torch.bfloat16)
+        for m in ROWS:
+            name = f"{m} x {k} x {n}"
+            if clock.spent():
+                yield Row("gemm", name, note="out of time")
+                continue
+            x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+            ours = milliseconds(partial(gemm.linear, x, weight))
+            cublas = milliseconds(partial(torch.nn.functional.linear, x, weight))
+            flops = 2 * m * k * n / ours / 1e9
+            yield Row("gemm", f"{name} / cuBLAS", cublas / ours, "x", ">= 0.9" if m >= 256 else "", f"{flops:.0f} TF/s")
+            if m <= 16:
+                share = weight.nbytes / ours / 1e6 / peak
+                yield Row("gemm", f"{name} bandwidth", 100 * share, "%", ">= 85", f"{ours * 1e3:.1f} us")
+
+
+def attentions(clock: Clock) -> Iterator[Row]:
+    """`attention.paged` in bf16 against SDPA over contiguous keys, and against flashinfer over the same pages."""
+    import torch
+
+    from tokenspeed_kernels_aok.triton import attention
+
+    heads, kv_heads, size = 32, 8, 128
+    for name, sequences, queries, keys in ATTENTION:
+        if clock.spent():
+            yield Row("attention", name, note="out of time")
+            continue
+        pages = sequences * keys // PAGE
+        q = torch.randn(sequences * queries, heads, size, device="cuda", dtype=torch.bfloat16)
+        k_cache, v_cache = torch.randn(2, pages, PAGE, kv_heads, size, device="cuda", dtype=torch.bfloat16)
+        tables = torch.randperm(pages, device="cuda").int().view(sequences, -1)
+        starts = torch.arange(sequences + 1, device="cuda", dtype=torch.int32) * queries
+        lengths = torch.full((sequences,), keys, device="cuda", dtype=torch.int32)
+        scale = size**-0.5
+        ours = milliseconds(partial(attention.paged, q, k_cache, v_cache, starts, lengths, tables, scale))
+        sdpa = milliseconds(_sdpa_call(q.view(sequences, queries, heads, size), keys, kv_heads))
+        yield Row("attention", f"{name} / SDPA", sdpa / ours, "x", "", f"{ours * 1e3:.1f} us")
+        try:
+            call = _flashinfer_call(q, k_cache, v_cache, starts, tables, keys)
+            flash = milliseconds(call)
+        except Exception as error:
+            yield Row(
+                "attention", f"{name} / flashinfer", None, "x", ">= 0.8", f"{type(error).__name__}: {error}"[:100]
+            )
+        else:
+            yield Row("attention", f"{name} / flashinfer", flash / ours, "x", ">= 0.8")
+
+
+def _sdpa_call(q: Any, keys: int, kv_heads: int) -> Callable[[], Any]:
+    import torch
+
+    sequences, queries, _, size = q.shape
+    k, v = torch.randn(2, sequences, kv_heads, keys, size, device="cuda", dtype=q.dtype)
+    mask = None
+    if 1 < queries < keys:
+        mask = torch.ones(queries, keys, dtype=torch.bool, device="cuda").tril(keys - queries)
+    return lambda: torch.nn.functional.scaled_dot_product_attention(
+        q.transpose(1, 2), k, v, attn_mask=mask, is_causal=queries == keys, enable_gqa=True
+    )
+
+
+def _flashinfer_call(q: Any, k_cache: Any, v_cache: Any, starts: Any, tables: Any, keys: int) -> Callable[[], Any]:
+    """flashinfer over the same pages; planning is outside of the measured call, as an engine plans once a step."""
+    import flashinfer
+    import torch
+
+    workspace = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+    page_starts = torch.arange(len(tables) + 1, device="cuda", dtype=torch.int32) * tables.shape[1]
+    last = torch.full((len(tables),), (keys - 1) % PAGE + 1, device="cuda", dtype=torch.int32)
+    heads, kv_heads, size = q.shape[1], k_cache.shape[2], q.shape[2]
+    if len(q) == len(tables):
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
+        wrapper.plan(page_starts, tables.flatten(), last, heads, kv_heads, size, PAGE, q_data_type=q.dtype)
+    else:
+        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
+        wrapper.plan(
+            starts, page_starts, tables.flatten(), last, heads, kv_heads, size, PAGE, causal=True, q_data_type=q.dtype
+        )
+    return lambda: wrapper.run(q, (k_cache, v_cache))
+
+
+def sampling(clock: Clock) -> Iterator[Row]:
+    """Time of sampling 64 rows of a vocabulary of 151,936, with and without filters."""
+    import torch
+
+    from tokenspeed_kernels_aok.triton import sample
+
+    rows = 64
+    logits = torch.randn(rows, 151_936, device="cuda", dtype=torch.bfloat16) * 3
+    ones, zeros = torch.ones(rows, device="cuda"), torch.zeros(rows, device="cuda")
+    seeds = torch.arange(rows, device="cuda")
+    for name, top_k, top_p in (("no filter", 0, 1.0), ("top-k 50", 50, 1.0), ("top-p 0.9", 0, 0.9)):
+        if clock.spent():
+            yield Row("sampling", name, note="out of time")
+            continue
+        arguments = (logits, ones, zeros.int() + top_k, ones * top_p, zeros, seeds, seeds)
+        yield Row("sampling", f"64 rows, {name}", milliseconds(partial(sample.sample, *arguments)) * 1e3, "us")
+
+
+def engine(clock: Clock, model: Path, peak: float) -> Iterator[Row]:
+    """`numerics verify`, then speed under both envelopes. Blank where the engine does not run on CUDA."""
+    command = [sys.executable, "-m", "tokenspeed", "numerics", "verify", str(model), "--quick", "--device", "cuda"]
+    status, output = run(command, min(clock.left(), 120))
+    yield Row("engine", "numerics verify --quick", 1.0 if status == 0 else None, "", "passes", last_line(output))
+    rates: dict[str, dict[int, float]] = {}
+    for numerics in ("auto", "rl-bitwise"):
+        command = [sys.executable, "-m", "tokenspeed", "bench", "throughput", str(model), "--json", "--device", "cuda"]
+        command += ["--numerics", numerics, "--batch-size", "1", "--batch-size", "64", "--repeat", "2"]
+        status, output = run(command, min(clock.left(), 90))
+        note = "" if status == 0 else last_line(output)
+        if status == 0:
+            result = json.loads(output[output.index("{") :])
+            rates[numerics] = {row["batch"]: row["decode_tokens_per_second"] for row in result["decode"]}
+        for batch in (1, 64):
+            yield Row("engine", f"{numerics}, batch {batch}", rates.get(numerics, {}).get(batch), "tokens/s", "", note)
+    both = all(64 in rates.get(numerics, {}) for numerics in ("auto", "rl-bitwise"))
+    ratio = rates["rl-bitwise"][64] / rates["auto"][64] if both else None
+    yield Row("engine", "rl-bitwise / auto, batch 64", ratio, "x", ">= 0.9")
+    share = None
+    if 1 in rates.get("rl-bitwise", {}):
+        weights = sum(file.stat().st_size for file in model.glob("*.safetensors"))
+        share = 100 * weights * rates["rl-bitwise"][1] / 1e9 / peak
+    yield Row("engine", "rl-bitwise, batch 1, share of bandwidth", share, "%")
+
+
+def write_random_model(folder: Path) -> None:
+    """A checkpoint of Qwen3-0.6B's shape with random weights and the tokenizer of the embedded model."""
+    import torch
+    from safetensors.torch import save_file
+
+    tiny = ROOT / "tokenspeed-models/src/tokenspeed_models/tiny"
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((tiny / name).read_bytes())
+    hidden, feed_forward, layers, heads, kv_heads, head_dim, vocabulary = 1024, 3072, 28, 16, 8, 128, 151_936
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": vocabulary,
+        "hidden_size": hidden,
+        "intermediate_size": feed_forward,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": 40960,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    generator = torch.Generator().manual_seed(0)
+
+    def matrix(n: int, k: int) -> torch.Tensor:
+        values: torch.Tensor = torch.randn(n, k, generator=generator) * k**-0.5
+        return values.to(torch.bfloat16)
+
+    weights = {"model.embed_tokens.weight": matrix(vocabulary, hidden), "model.norm.weight": torch.ones(hidden)}
+    for layer in range(layers):
+        prefix = f"model.layers.{layer}"
+        weights |= {
+            f"{prefix}.self_attn.q_proj.weight": matrix(heads * head_dim, hidden),
+            f"{prefix}.self_attn.k_proj.weight": matrix(kv_heads * head_dim, hidden),
+            f"{prefix}.self_attn.v_proj.weight": matrix(kv_heads * head_dim, hidden),
+            f"{prefix}.self_attn.o_proj.weight": matrix(hidden, heads * head_dim),
+            f"{prefix}.self_attn.q_norm.weight": torch.ones(head_dim),
+            f"{prefix}.self_attn.k_norm.weight": torch.ones(head_dim),
+            f"{prefix}.mlp.gate_proj.weight": matrix(feed_forward, hidden),
+            f"{prefix}.mlp.up_proj.weight": matrix(feed_forward, hidden),
+            f"{prefix}.mlp.down_proj.weight": matrix(hidden, feed_forward),
+            f"{prefix}.input_layernorm.weight": torch.ones(hidden),
+            f"{prefix}.post_attention_layernorm.weight": torch.ones(hidden),
+        }
+    save_file({name: tensor.to(torch.bfloat16) for name, tensor in weights.items()}, folder / "model.safetensors")
+
+
+def describe_gpu() -> dict[str, str]:
+    """What the numbers belong to."""
+    import torch
+
+    properties = torch.cuda.get_device_properties(0)
+    versions = {}
+    for name in ("torch", "triton", "flashinfer-python", "tokenspeed", "tokenspeed-kernels-aok"):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = "not installed"
+    return {"gpu": properties.name, "multiprocessors": str(properties.multi_processor_count), **versions}
+
+
+def measure(clock: Clock, model: Path | None) -> Iterator[Row]:
+    """Every row, in order."""
+    yield from conformance(clock)
+    peak = bandwidth_gb_per_s()
+    yield Row("memory", "copy", peak, "GB/s")
+    yield from projections(clock, peak)
+    yield from attentions(clock)
+    yield from sampling(clock)
+    if model is not None:
+        yield from engine(clock, model, peak)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        write_random_model(Path(folder))
+        yield from engine(clock, Path(folder), peak)
+
+
+def main() -> int:
+    """Print the table, write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, default=Path("gpu_check.json"), help="default: %(default)s")
+    parser.add_argument("--budget-seconds", type=float, default=460, help="default: %(default)s")
+    parser.add_argument("--model", type=Path, help="checkpoint to run the engine on; default: random weights")
+    arguments = parser.parse_args()
+    import torch
+
+    if not torch.cuda.is_available():
+        print("torch sees no CUDA GPU here: nothing was checked and nothing was measured", file=sys.stderr)
+        return 2
+    started = time.monotonic()
+    gpu = describe_gpu()
+    rows = list(measure(Clock(arguments.budget_seconds), arguments.model))
+    seconds = round(time.monotonic() - started, 1)
+    arguments.json.write_text(json.dumps({**gpu, "seconds": seconds, "rows": [asdict(row) for row in rows]}, indent=1))
+    print("  ".join(f"{name} {value}" for name, value in gpu.items()))
+    print(render(rows))
+    print(f"{seconds} s; written to {arguments.json}")
+    failed = next(row for row in rows if row.name == "failed, errors or skipped")
+    return 0 if failed.value == 0 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

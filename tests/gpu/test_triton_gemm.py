@@ -1,0 +1,3 @@
+"""The interpreted cases of `triton_cases.gemm`, compiled, on this GPU."""
+
+from triton_cases.gemm import *  # noqa: F403

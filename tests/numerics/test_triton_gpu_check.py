@@ -1,0 +1,68 @@
+"""`scripts/gpu_check.py` where there is no GPU: it measures nothing and claims nothing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import gpu_check
+from gpu_check import Clock, Row
+
+SCRIPT = Path(gpu_check.__file__)
+
+
+def test_without_a_gpu_nothing_is_written(tmp_path: Path) -> None:
+    result = tmp_path / "result.json"
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "--json", str(result)],
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert "nothing was measured" in done.stderr
+    assert not result.exists()
+
+
+def test_what_was_not_measured_is_blank_and_says_why() -> None:
+    table = gpu_check.render([Row("gemm", "1 x 2", 0.5, "x", ">= 0.9"), Row("gemm", "3 x 4", note="out of time")])
+    measured, blank = table.splitlines()[1:]
+    assert measured.split() == ["gemm", "1", "x", "2", "0.500", "x", ">=", "0.9"]
+    assert blank.split() == ["gemm", "3", "x", "4", "out", "of", "time"]
+
+
+def test_an_engine_that_refuses_leaves_every_number_blank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_check, "run", lambda command, timeout: (2, "starting\nrefused: no such device\n"))
+    rows = list(gpu_check.engine(Clock(10), Path("nowhere"), 1000.0))
+    assert [row.value for row in rows] == [None] * 7
+    assert "refused: no such device" in rows[1].note
+
+
+def test_engine_rates_become_a_ratio_and_a_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "model.safetensors").write_bytes(bytes(10**6))
+
+    def answer(command: list[str], timeout: float) -> tuple[int, str]:
+        if "verify" in command:
+            return 0, "everything is equal"
+        speed = 400 if "auto" in command else 300
+        decode = (
+            f'[{{"batch": 1, "decode_tokens_per_second": 100}}, {{"batch": 64, "decode_tokens_per_second": {speed}}}]'
+        )
+        return 0, f'{{"decode": {decode}}}'
+
+    monkeypatch.setattr(gpu_check, "run", answer)
+    values = {row.name: row.value for row in gpu_check.engine(Clock(10), tmp_path, 1.0)}
+    assert values["rl-bitwise / auto, batch 64"] == 0.75
+    assert values["rl-bitwise, batch 1, share of bandwidth"] == pytest.approx(10)
+
+
+def test_failed_and_skipped_tests_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_check, "run", lambda command, timeout: (1, "2 failed, 70 passed, 1 skipped in 9.1s\n"))
+    passed, bad = gpu_check.conformance(Clock(10))
+    assert (passed.value, bad.value) == (70, 3)
+    monkeypatch.setattr(gpu_check, "run", lambda command, timeout: (124, "took longer than 240 s"))
+    assert [row.value for row in gpu_check.conformance(Clock(10))] == [None, None]
