@@ -176,13 +176,16 @@ def rebuild(prepared: Prepared) -> CausalLM:
     return model
 
 
-def load(prepared: Prepared, progress: Progress | None = None) -> Certificate:
-    """Import the chosen kernels and load the weights; what then determines the bits."""
+def load(prepared: Prepared, progress: Progress | None = None, *, rehash: bool = False) -> Certificate:
+    """Import the chosen kernels and load the weights; what then determines the bits.
+
+    `rehash` takes no earlier result for the weights' digest.
+    """
     report = progress or (lambda _stage, _done, _total: None)
     _set_threads(prepared)
     report("importing kernels", 0, 0)
     prepared.plan.bind(prepared.built.context.operations)
-    with hashing_weights(prepared) as weights:
+    with hashing_weights(prepared, use_cache=not rehash) as weights:
         prepared.checkpoint.load(
             prepared.built.model,
             device=prepared.machine.device,

@@ -34,5 +34,10 @@ BENCH_COMMANDS = {
 
 NUMERICS_COMMANDS = {
     "explain": LazyCommand("tokenspeed.cli.numerics:explain", "Show what each switch became, and why."),
+    "certify": LazyCommand(
+        "tokenspeed.cli.numerics_certify:certify", "Verify, and write down what determines the bits."
+    ),
+    "check": LazyCommand("tokenspeed.cli.numerics_certify:check", "Compare an engine or a server with a certificate."),
+    "replay": LazyCommand("tokenspeed.cli.numerics_certify:replay", "Derive saved replies again, bit for bit."),
     "verify": LazyCommand("tokenspeed.cli.numerics_verify:verify", "Compare replies bit by bit under every condition."),
 }

@@ -14,6 +14,7 @@ from tokenspeed.config import MACHINE, MODEL, NUMERICS, REPLIES, EngineConfig
 
 if TYPE_CHECKING:
     from tokenspeed.cli.verify_display import VerifyDisplay
+    from tokenspeed.verify.lab import Lab
     from tokenspeed.verify.report import Report
 
 
@@ -43,7 +44,7 @@ def verify(
 
     with VerifyDisplay(console(), quiet=as_json) as display:
         if url is None:
-            report = run_in_process(config, quick=quick, only=only, display=display)
+            _, report = run_in_process(config, quick=quick, only=only, display=display)
         else:
             report = run_against(url, url_key, config, quick=quick, only=only, display=display)
     if as_json:
@@ -54,7 +55,9 @@ def verify(
         raise click.exceptions.Exit(1)
 
 
-def run_in_process(config: EngineConfig, *, quick: bool, only: tuple[str, ...], display: VerifyDisplay) -> Report:
+def run_in_process(
+    config: EngineConfig, *, quick: bool, only: tuple[str, ...], display: VerifyDisplay, rehash: bool = False
+) -> tuple[Lab, Report]:
     """All scenarios here, then those over HTTP against a server in another process."""
     from tokenspeed.verify.child import child_server
     from tokenspeed.verify.invariance import HTTP, verify_engine, verify_served
@@ -65,7 +68,7 @@ def run_in_process(config: EngineConfig, *, quick: bool, only: tuple[str, ...], 
     work = QUICK if quick else FULL
     wants_server = not only or any(name.startswith(HTTP) for name in only)
     with ExitStack() as stack:
-        lab = Lab(config)
+        lab = Lab(config, rehash=rehash)
         # The other process starts while this one works.
         sizes = {**SERVER_SIZES, "threads": lab.threads}
         server = stack.enter_context(child_server(config, **sizes)) if wants_server else None
@@ -85,7 +88,7 @@ def run_in_process(config: EngineConfig, *, quick: bool, only: tuple[str, ...], 
                 only=only,
                 listener=display,
             )
-    return report
+    return lab, report
 
 
 SERVER_SIZES = {"max_model_len": 1024, "num_kv_pages": 4096, "max_num_seqs": 64}

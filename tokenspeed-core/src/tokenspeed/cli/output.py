@@ -20,12 +20,12 @@ def print_json(value: Any) -> None:
     click.echo(json.dumps(value, indent=2, ensure_ascii=False))
 
 
-def console() -> Console:
-    """Standard output as a rich console."""
+def console(*, stderr: bool = False) -> Console:
+    """Standard output (or error) as a rich console."""
     from rich.console import Console
 
-    plain = Console(width=PLAIN_WIDTH)
-    return Console() if plain.is_terminal else plain
+    plain = Console(width=PLAIN_WIDTH, stderr=stderr)
+    return Console(stderr=stderr) if plain.is_terminal else plain
 
 
 def print_rich(*parts: RenderableType) -> None:

@@ -22,6 +22,21 @@ from tokenspeed.verify.items import Item, Outcome, float_bits
 
 TIMEOUT_SECONDS = 600.0
 
+_OPTIONAL = (
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "frequency_penalty",
+    "presence_penalty",
+    "min_tokens",
+    "logit_bias",
+    "allowed_token_ids",
+    "stop_token_ids",
+    "prompt_logprobs",
+)
+"""Parameters that are sent only where they are not the default."""
+
 
 class EndpointError(TokenspeedError):
     """The server cannot be used for this: unreachable, an error status, or a reply that lacks what is compared."""
@@ -101,6 +116,10 @@ class Endpoint:
                     return Outcome(tuple(ids), tuple(bits), (), "abort")
         return Outcome(tuple(ids), tuple(bits), (), reason)
 
+    def many_in_turn(self, items: list[Item]) -> Iterator[Outcome]:
+        """All items, one after another."""
+        return (self.one(item) for item in items)
+
     def many(self, items: list[Item], *, stagger_seconds: float = 0.0, concurrency: int | None = None) -> list[Outcome]:
         """All items at the same time, each over a connection of its own."""
 
@@ -126,7 +145,7 @@ class Endpoint:
         }
         # Only what is not the default: other servers refuse fields that they do not know.
         plain = type(params)()
-        for name in ("top_k", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"):
+        for name in _OPTIONAL:
             if getattr(params, name) != getattr(plain, name):
                 body[name] = getattr(params, name)
         return {**body, **more}

@@ -1,8 +1,8 @@
 """An in-process model and as many small engines around it as a harness wants: conditions are run here.
 
-The model is loaded once, through the ordinary start; its tokenizer is not needed. Every script gets an engine of its own
-over it, so that sizes, chunks, pages and circumstances are the script's, and no state leaks from one condition to the
-next.
+The model is loaded once, through the ordinary start; its tokenizer is not needed. Every script gets an engine of its
+own over it, so that sizes, chunks, pages and circumstances are the script's, and no state leaks from one condition to
+the next.
 """
 
 from __future__ import annotations
@@ -58,14 +58,15 @@ class TiedModel:
 class Lab:
     """One loaded model under one plan.
 
-    `boot` is the reply to the first request that it ever computed; `threads` is what scripts run on that do not say.
+    `rehash` hashes the weights even where an earlier result for the same files is known. `boot` is the reply to the
+    first request that it ever computed; `threads` is what scripts run on that do not say.
     """
 
-    def __init__(self, config: EngineConfig, progress: startup.Progress | None = None) -> None:
+    def __init__(self, config: EngineConfig, progress: startup.Progress | None = None, *, rehash: bool = False) -> None:
         prepared = startup.prepare(config)
         self.config = config
         self.plan: Plan = prepared.plan
-        self.certificate: Certificate = startup.load(prepared, progress)
+        self.certificate: Certificate = startup.load(prepared, progress, rehash=rehash)
         self.model: CausalLM = prepared.built.model
         self.operations: list[Operation] = prepared.built.context.operations
         self.sampling: SamplingOperators = prepared.built.operators

@@ -47,6 +47,7 @@ class Work:
 
 QUICK = Work("quick", 14, 20, 6, 2, (1, 16, 33), long_tokens=132)
 FULL = Work("full", 112, 128, 16, 5, (1, 3, 7, 16, 17, 33, 64, 100))
+WORKS = {work.name: work for work in (QUICK, FULL)}
 
 
 @dataclass(frozen=True)
