@@ -47,6 +47,14 @@ def tests_core_only(session: nox.Session) -> None:
     session.run("pytest", "tests/core_only", *session.posargs)
 
 
+@nox.session(name="triton-aot")
+def triton_aot(session: nox.Session) -> None:
+    """Compile every form of every Triton kernel for GPUs that are not here, and hold it to its limits."""
+    install(session, CORE, AOK)
+    session.install("-c", "constraints.txt", "triton")
+    session.run("python", "scripts/triton_aot.py", *session.posargs)
+
+
 @nox.session
 def lint(session: nox.Session) -> None:
     """Check style and formatting with ruff."""

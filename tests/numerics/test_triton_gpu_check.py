@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -36,7 +37,7 @@ def test_what_was_not_measured_is_blank_and_says_why() -> None:
 
 
 def test_an_engine_that_refuses_leaves_every_number_blank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_check, "run", lambda command, timeout: (2, "starting\nrefused: no such device\n"))
+    monkeypatch.setattr(gpu_check, "run", lambda *_: (2, "starting\nrefused: no such device\n"))
     rows = list(gpu_check.engine(Clock(10), Path("nowhere"), 1000.0))
     assert [row.value for row in rows] == [None] * 7
     assert "refused: no such device" in rows[1].note
@@ -49,10 +50,9 @@ def test_engine_rates_become_a_ratio_and_a_share(tmp_path: Path, monkeypatch: py
         if "verify" in command:
             return 0, "everything is equal"
         speed = 400 if "auto" in command else 300
-        decode = (
-            f'[{{"batch": 1, "decode_tokens_per_second": 100}}, {{"batch": 64, "decode_tokens_per_second": {speed}}}]'
-        )
-        return 0, f'{{"decode": {decode}}}'
+        rates = ((1, 100), (64, speed))
+        decode = [{"batch": batch, "decode_tokens_per_second": rate} for batch, rate in rates]
+        return 0, json.dumps({"decode": decode})
 
     monkeypatch.setattr(gpu_check, "run", answer)
     values = {row.name: row.value for row in gpu_check.engine(Clock(10), tmp_path, 1.0)}
@@ -61,8 +61,8 @@ def test_engine_rates_become_a_ratio_and_a_share(tmp_path: Path, monkeypatch: py
 
 
 def test_failed_and_skipped_tests_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_check, "run", lambda command, timeout: (1, "2 failed, 70 passed, 1 skipped in 9.1s\n"))
+    monkeypatch.setattr(gpu_check, "run", lambda *_: (1, "2 failed, 70 passed, 1 skipped in 9.1s\n"))
     passed, bad = gpu_check.conformance(Clock(10))
     assert (passed.value, bad.value) == (70, 3)
-    monkeypatch.setattr(gpu_check, "run", lambda command, timeout: (124, "took longer than 240 s"))
+    monkeypatch.setattr(gpu_check, "run", lambda *_: (124, "took longer than 240 s"))
     assert [row.value for row in gpu_check.conformance(Clock(10))] == [None, None]
