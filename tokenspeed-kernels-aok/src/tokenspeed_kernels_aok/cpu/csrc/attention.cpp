@@ -48,15 +48,14 @@ struct Chunk {
     const T* values[kChunkPages];
 };
 
-// What one thread needs while it computes a unit of up to `max_rows` rows.
+// What one thread needs while it computes a unit of up to `rows` rows, all heads taken together.
 template <class T>
 struct Workspace {
-    Workspace(int64_t max_rows, int64_t d, int64_t padded_d)
-        : query(round_up(max_rows, kBlockRows) * QueryWords<T>::words(d)), scores(kBlockRows * kScoreStride),
-          chunk_output(kScoreRows * padded_d), output(max_rows * padded_d), maximum(max_rows), sum(max_rows),
-          started(max_rows) {}
+    Workspace(int64_t rows, int64_t d, int64_t padded_d)
+        : query((2 * rows + kBlockRows) * QueryWords<T>::words(d)), scores(kBlockRows * kScoreStride),
+          chunk_output(kScoreRows * padded_d), output(rows * padded_d), maximum(rows), sum(rows), started(rows) {}
 
-    Array<uint32_t> query;      // [blocks][words][kBlockRows]
+    Array<uint32_t> query;      // [heads][blocks][words][stride]
     Array<float> scores;        // [kBlockRows][kScoreStride], then exp2 of the scaled differences
     Array<float> chunk_output;  // [kScoreRows][padded_d]
     Array<float> output;        // [rows][padded_d]
@@ -64,7 +63,7 @@ struct Workspace {
     Array<bool> started;        // [rows]: some chunk was folded in
 };
 
-// Rows of a block that see a chunk: keys [begin, end) of it.
+// Rows of a block and the keys [begin, end) of a chunk that they see.
 struct BlockSpans {
     int64_t begin[kBlockRows], end[kBlockRows];
 };
@@ -95,105 +94,131 @@ public:
     }
 
 private:
-    int64_t partial_stride(const Group& g) const { return round_up(partial_floats(g.rows, padded_d_), kLanes); }
+    int64_t partial_stride(const Group& g) const { return round_up(partial_floats(g.all_rows(), padded_d_), kLanes); }
     int64_t query_of(const Group& g, int64_t row) const { return (g.first_row + row) / group_size_; }
-    int64_t head_of(const Group& g, int64_t row) const {
-        return g.kv_head * group_size_ + (g.first_row + row) % group_size_;
+    int64_t token_of(const Group& g, int64_t row) const { return a_.query_starts[g.sequence] + query_of(g, row); }
+    int64_t head_of(const Group& g, int64_t head, int64_t row) const {
+        return (g.first_head + head) * group_size_ + (g.first_row + row) % group_size_;
     }
 
-    void locate(const Group& g, int64_t chunk, Chunk<T>& out) const {
+    void locate(const Group& g, int64_t head, int64_t chunk, Chunk<T>& out) const {
         const int64_t first = chunk * kChunkPages;
         const int64_t pages = smaller(ceil_div(a_.context_lens[g.sequence], kPageSlots) - first, kChunkPages);
         const int32_t* table = a_.page_tables + g.sequence * a_.page_table_stride + first;
-        const int64_t head = g.kv_head * kPageSlots * a_.d;
+        const int64_t inside = (g.first_head + head) * kPageSlots * a_.d;
         for (int64_t p = 0; p < kChunkPages; ++p) {
             int64_t page = table[smaller(p, pages - 1)];
             if (page < 0 || page >= a_.pages) {
                 __atomic_store_n(a_.invalid, 1, __ATOMIC_RELAXED);
                 page = 0;
             }
-            out.keys[p] = reinterpret_cast<const uint32_t*>(static_cast<const T*>(a_.k_cache) + page * a_.k_page_stride + head);
-            out.values[p] = static_cast<const T*>(a_.v_cache) + page * a_.v_page_stride + head;
+            const T* keys = static_cast<const T*>(a_.k_cache) + page * a_.k_page_stride + inside;
+            out.keys[p] = reinterpret_cast<const uint32_t*>(keys);
+            out.values[p] = static_cast<const T*>(a_.v_cache) + page * a_.v_page_stride + inside;
         }
     }
 
+    // Rows side by side in a block of query words.
+    static int64_t query_stride(const Group& g) { return g.rows <= kScoreRows ? round_up(g.rows, 2) : kBlockRows; }
+    int64_t query_block(const Group& g) const { return QueryWords<T>::words(a_.d) * query_stride(g); }
+    int64_t query_head(const Group& g) const { return ceil_div(g.rows, kBlockRows) * query_block(g); }
+
     void load_queries(const Group& g, uint32_t* query) const {
-        const int64_t words = QueryWords<T>::words(a_.d);
-        for (int64_t row = 0; row < g.rows; ++row) {
-            const T* q = static_cast<const T*>(a_.q) + head_of(g, row) * a_.q_head_stride +
-                         (a_.query_starts[g.sequence] + query_of(g, row)) * a_.q_token_stride;
-            uint32_t* to = query + row / kBlockRows * words * kBlockRows + row % kBlockRows;
-            for (int64_t j = 0; j < words; ++j) to[j * kBlockRows] = QueryWords<T>::word(q, j);
+        const int64_t words = QueryWords<T>::words(a_.d), stride = query_stride(g);
+        for (int64_t head = 0; head < g.heads; ++head) {
+            for (int64_t row = 0; row < g.rows; ++row) {
+                const T* q = static_cast<const T*>(a_.q) + head_of(g, head, row) * a_.q_head_stride +
+                             token_of(g, row) * a_.q_token_stride;
+                uint32_t* to = query + head * query_head(g) + row / kBlockRows * query_block(g) + row % kBlockRows;
+                for (int64_t j = 0; j < words; ++j) to[j * stride] = QueryWords<T>::word(q, j);
+            }
         }
     }
 
     void compute(Workspace<T>& w, const Unit& unit, const Unit& next_unit) {
         const Group& g = plan_.group(unit.group);
         load_queries(g, w.query.data());
-        std::memset(w.started.data(), 0, static_cast<size_t>(g.rows));
+        std::memset(w.started.data(), 0, static_cast<size_t>(g.all_rows()));
         Chunk<T> now, ahead;
-        locate(g, unit.first_chunk, ahead);
+        locate(g, 0, unit.first_chunk, ahead);
         for (int64_t i = 0; i < unit.chunks; ++i) {
-            now = ahead;
-            const bool last = i + 1 == unit.chunks;
-            locate(last ? plan_.group(next_unit.group) : g, last ? next_unit.first_chunk : unit.first_chunk + i + 1, ahead);
             const int64_t chunk = unit.first_chunk + i;
             float* partial = g.partial < 0 ? nullptr
                                            : partial_.data() + g.partial + (chunk - g.first_chunk) * partial_stride(g);
-            for (int64_t row = 0; row < g.rows; row += kBlockRows) {
-                compute_block(w, g, row, smaller(kBlockRows, g.rows - row), chunk, now, ahead, partial);
+            for (int64_t head = 0; head < g.heads; ++head) {
+                now = ahead;
+                if (head + 1 < g.heads) {
+                    locate(g, head + 1, chunk, ahead);
+                } else if (i + 1 < unit.chunks) {
+                    locate(g, 0, chunk + 1, ahead);
+                } else {
+                    locate(plan_.group(next_unit.group), 0, next_unit.first_chunk, ahead);
+                }
+                for (int64_t row = 0; row < g.rows; row += kBlockRows) {
+                    const Block block{&g, head, row, smaller(kBlockRows, g.rows - row)};
+                    compute_block(w, block, chunk, now, g.rows <= kScoreRows ? &ahead : nullptr, partial);
+                }
             }
         }
         if (g.partial < 0) write_output(w, g);
     }
 
-    // One chunk for the rows [first, first + count) of a group, those that see some of it.
-    void compute_block(Workspace<T>& w, const Group& g, int64_t first, int64_t count, int64_t chunk, const Chunk<T>& now,
-                       const Chunk<T>& ahead, float* partial) {
+    // Rows [first, first + count) of one head of a group.
+    struct Block {
+        const Group* group;
+        int64_t head, first, count;
+
+        int64_t state(int64_t r) const { return head * group->rows + first + r; }  // of the unit's rows
+    };
+
+    // One chunk for the rows of a block, those that see some of it. `ahead` is what will be read next, or null.
+    void compute_block(Workspace<T>& w, const Block& b, int64_t chunk, const Chunk<T>& now, const Chunk<T>* ahead,
+                       float* partial) {
+        const Group& g = *b.group;
         BlockSpans spans;
-        int64_t seen_first = count, seen_end = 0, page_begin = kChunkPages, page_end = 0;
-        for (int64_t r = 0; r < count; ++r) {
-            const Span keys = visible_keys(a_, g.sequence, query_of(g, first + r));
+        int64_t seen_first = b.count, seen_end = 0;
+        for (int64_t r = 0; r < b.count; ++r) {
+            const Span keys = visible_keys(a_, g.sequence, query_of(g, b.first + r));
             spans.begin[r] = larger(keys.begin - chunk * kChunkKeys, 0);
             spans.end[r] = smaller(keys.end - chunk * kChunkKeys, kChunkKeys);
             if (spans.begin[r] >= spans.end[r]) continue;
+            // Spans move forward with the query, so the rows that see something are neighbours.
             seen_first = smaller(seen_first, r);
             seen_end = r + 1;
-            page_begin = smaller(page_begin, spans.begin[r] / kPageSlots);
-            page_end = larger(page_end, ceil_div(spans.end[r], kPageSlots));
         }
-        // A row that sees nothing between rows that do cannot be: spans move forward with the query.
         alignas(64) float maximum[kBlockRows + kLanes], sum[kBlockRows + kLanes];
         alignas(64) float old_factor[kBlockRows + kLanes], new_factor[kBlockRows + kLanes];
-        const uint32_t* q = w.query.data() + first * QueryWords<T>::words(a_.d);
-        score_block(q, seen_first, seen_end, page_begin, page_end, now, g.rows <= kScoreRows ? &ahead : nullptr,
-                    w.scores.data());
-        for (int64_t r = seen_first; r < seen_end; ++r) {
-            soften(w.scores.data() + r * kScoreStride, spans.begin[r], spans.end[r], maximum[r], sum[r]);
+        if (seen_first < seen_end) {
+            const int64_t page_begin = spans.begin[seen_first] / kPageSlots;
+            const int64_t page_end = ceil_div(spans.end[seen_end - 1], kPageSlots);
+            const uint32_t* q = w.query.data() + b.head * query_head(g) + b.first / kBlockRows * query_block(g);
+            score_block(q, query_stride(g), seen_first, seen_end, page_begin, page_end, now, ahead, w.scores.data());
+            soften_block(w.scores.data(), spans, seen_first, seen_end, maximum, sum);
         }
         if (partial == nullptr) {
-            fold_sums(w, first, seen_first, seen_end, maximum, sum, old_factor, new_factor);
+            fold_sums(w, b.state(0), seen_first, seen_end, maximum, sum, old_factor, new_factor);
         } else {
-            store_sums(partial, g.rows, first, count, seen_first, seen_end, maximum, sum);
+            store_sums(partial, g.all_rows(), b, seen_first, seen_end, maximum, sum);
         }
         for (int64_t tile = seen_first; tile < seen_end;) {
             const int64_t rows = tile_rows(seen_end - tile, kScoreRows);
-            float* out = partial == nullptr ? w.chunk_output.data()
-                                            : partial + 2 * round_up(g.rows, kLanes) + (first + tile) * padded_d_;
+            float* out = partial == nullptr
+                             ? w.chunk_output.data()
+                             : partial + 2 * round_up(g.all_rows(), kLanes) + b.state(tile) * padded_d_;
             std::memset(out, 0, static_cast<size_t>(rows * padded_d_) * sizeof(float));
-            weigh_tile(now, g.rows <= kScoreRows ? &ahead : nullptr, w.scores.data(), spans, tile, rows, out);
+            weigh_tile(now, ahead, w.scores.data(), spans, tile, rows, out);
             for (int64_t r = tile; partial == nullptr && r < tile + rows; ++r) {
-                fold_output(w, first + r, out + (r - tile) * padded_d_, old_factor[r], new_factor[r]);
+                fold_output(w, b.state(r), out + (r - tile) * padded_d_, old_factor[r], new_factor[r]);
             }
             tile += rows;
         }
-        for (int64_t r = seen_first; r < seen_end; ++r) w.started[first + r] = true;
+        for (int64_t r = seen_first; r < seen_end; ++r) w.started[b.state(r)] = true;
     }
 
     // Rows of the next tile when `left` remain: even tiles rather than a thin last one.
     static int64_t tile_rows(int64_t left, int64_t most) { return ceil_div(left, ceil_div(left, most)); }
 
-    void score_block(const uint32_t* q, int64_t row_begin, int64_t row_end, int64_t page_begin, int64_t page_end,
+    void score_block(const uint32_t* q, int64_t q_stride, int64_t row_begin, int64_t row_end, int64_t page_begin, int64_t page_end,
                      const Chunk<T>& now, const Chunk<T>* ahead, float* s) const {
         for (int64_t page = page_begin; page < page_end;) {
             const bool wide = page_end - page >= kScorePages;
@@ -204,11 +229,11 @@ private:
                     float* to = s + row * kScoreStride + page * kPageSlots;
                     if (ahead != nullptr) {
                         const uint32_t* const* more = ahead->keys + page;
-                        wide ? score_pages<T, n.value, kScorePages, true>(keys, more, q + row, a_.d, scale_, to)
-                             : score_pages<T, n.value, 1, true>(keys, more, q + row, a_.d, scale_, to);
+                        wide ? score_pages<T, n.value, kScorePages, true>(keys, more, q + row, q_stride, a_.d, scale_, to)
+                             : score_pages<T, n.value, 1, true>(keys, more, q + row, q_stride, a_.d, scale_, to);
                     } else {
-                        wide ? score_pages<T, n.value, kScorePages, false>(keys, nullptr, q + row, a_.d, scale_, to)
-                             : score_pages<T, n.value, 1, false>(keys, nullptr, q + row, a_.d, scale_, to);
+                        wide ? score_pages<T, n.value, kScorePages, false>(keys, nullptr, q + row, q_stride, a_.d, scale_, to)
+                             : score_pages<T, n.value, 1, false>(keys, nullptr, q + row, q_stride, a_.d, scale_, to);
                     }
                 });
                 row += rows;
@@ -217,28 +242,57 @@ private:
         }
     }
 
-    // Scores of the keys [begin, end) of a chunk to p = exp2(score - maximum), +0 for the other keys of the vectors that
-    // they touch, and the sum of p. A NaN score leaves the maximum alone and makes the sum NaN.
-    static void soften(float* s, int64_t begin, int64_t end, float& maximum, float& sum) {
-        const int64_t first = begin / kLanes * kLanes, last = (end - 1) / kLanes * kLanes;
-        mask_outside(s + first, begin - first, smaller(end - first, kLanes));
-        if (last != first) mask_outside(s + last, 0, end - last);
-        Vec most = set1(-kInfinity);
-        for (int64_t i = first; i < end; i += kLanes) most = max(load(s + i), most);
-        maximum = fold_max(most);
-        const Vec base = set1(maximum == -kInfinity ? 0.0f : maximum);
-        Vec lanes = zero();
-        for (int64_t i = first; i < end; i += kLanes) {
-            const Vec p = exp2_nonpositive(sub(load(s + i), base));
-            store(s + i, p);
-            lanes = add(lanes, p);
+    // Scores of each row to p = exp2(score - maximum), +0 for keys that the row does not see, and the sum of p.
+    static void soften_block(float* s, const BlockSpans& spans, int64_t begin, int64_t end, float* maximum, float* sum) {
+        constexpr int kTogether = 4;  // rows whose chains of operations overlap
+        for (int64_t row = begin; row < end;) {
+            const int64_t rows = smaller(end - row, kTogether);
+            with_constant<kTogether>(rows, [&](auto n) {
+                soften<n.value>(s + row * kScoreStride, spans.begin + row, spans.end + row, maximum + row, sum + row);
+            });
+            row += rows;
         }
-        sum = fold(lanes);
     }
 
-    static void mask_outside(float* s, int64_t begin, int64_t end) {
-        const Vec inside = select(first_lanes(end), load(s), set1(-kInfinity));
-        store(s, select(first_lanes(begin), set1(-kInfinity), inside));
+    // The same for ROWS rows. A NaN score leaves the maximum alone and makes the sum NaN.
+    template <int ROWS>
+    static void soften(float* s, const int64_t* begin, const int64_t* end, float* maximum, float* sum) {
+        const int64_t first = begin[0] / kLanes * kLanes, last = round_up(end[ROWS - 1], kLanes);
+        Vec most[ROWS], lanes[ROWS];
+        for (int r = 0; r < ROWS; ++r) {
+            most[r] = set1(-kInfinity);
+            hide(s + r * kScoreStride, first, begin[r], end[r], last);
+        }
+        for (int64_t i = first; i < last; i += kLanes) {
+#pragma GCC unroll 4
+            for (int r = 0; r < ROWS; ++r) most[r] = max(load(s + r * kScoreStride + i), most[r]);
+        }
+        Vec base[ROWS];
+        for (int r = 0; r < ROWS; ++r) {
+            maximum[r] = fold_max(most[r]);
+            base[r] = set1(maximum[r] == -kInfinity ? 0.0f : maximum[r]);
+            lanes[r] = zero();
+        }
+        for (int64_t i = first; i < last; i += kLanes) {
+#pragma GCC unroll 4
+            for (int r = 0; r < ROWS; ++r) {
+                float* const at = s + r * kScoreStride + i;
+                const Vec p = exp2_nonpositive(sub(load(at), base[r]));
+                keep(at, p);
+                lanes[r] = add(lanes[r], p);
+            }
+        }
+        for (int r = 0; r < ROWS; ++r) sum[r] = fold(lanes[r]);
+    }
+
+    // Scores of the keys [first, begin) and [end, last), whole vectors in all, become -infinity.
+    static void hide(float* s, int64_t first, int64_t begin, int64_t end, int64_t last) {
+        for (int64_t i = first; i < begin; i += kLanes) {
+            keep(s + i, select(first_lanes(smaller(begin - i, kLanes)), set1(-kInfinity), load(s + i)));
+        }
+        for (int64_t i = end / kLanes * kLanes; i < last; i += kLanes) {
+            keep(s + i, select(first_lanes(larger(end - i, 0)), load(s + i), set1(-kInfinity)));
+        }
     }
 
     // (m, l) <- (m, l) + (chunk's m, l), and the factors by which the outputs follow.
@@ -270,11 +324,11 @@ private:
         }
     }
 
-    static void store_sums(float* partial, int64_t rows, int64_t first, int64_t count, int64_t begin, int64_t end,
+    static void store_sums(float* partial, int64_t all_rows, const Block& b, int64_t begin, int64_t end,
                            const float* maximum, const float* sum) {
-        float* to_maximum = partial + first;
-        float* to_sum = partial + round_up(rows, kLanes) + first;
-        for (int64_t r = 0; r < count; ++r) {
+        float* to_maximum = partial + b.state(0);
+        float* to_sum = to_maximum + round_up(all_rows, kLanes);
+        for (int64_t r = 0; r < b.count; ++r) {
             const bool seen = r >= begin && r < end;
             to_maximum[r] = seen ? maximum[r] : 0.0f;
             to_sum[r] = seen ? sum[r] : -1.0f;  // a sum is never negative: this row does not see this chunk
@@ -287,9 +341,9 @@ private:
             std::memcpy(o, chunk_output, static_cast<size_t>(padded_d_) * sizeof(float));
             return;
         }
-        const Vec keep = set1(old_factor), join = set1(new_factor);
+        const Vec stay = set1(old_factor), join = set1(new_factor);
         for (int64_t c = 0; c < padded_d_; c += kLanes) {
-            store(o + c, fma(load(chunk_output + c), join, mul(load(o + c), keep)));
+            keep(o + c, fma(load(chunk_output + c), join, mul(load(o + c), stay)));
         }
     }
 
@@ -352,14 +406,13 @@ private:
 
     // The chunks of a group that several units computed, in ascending order.
     void fold_partials(Workspace<T>& w, const Group& g) {
-        std::memset(w.started.data(), 0, static_cast<size_t>(g.rows));
-        float old_factor[kBlockRows + kLanes], new_factor[kBlockRows + kLanes];
+        std::memset(w.started.data(), 0, static_cast<size_t>(g.all_rows()));
+        float old_factor[kLanes], new_factor[kLanes];
         for (int64_t chunk = 0; chunk < g.chunks; ++chunk) {
-            const float* partial = partial_.data() + g.partial + chunk * partial_stride(g);
-            const float* maximum = partial;
-            const float* sum = partial + round_up(g.rows, kLanes);
-            const float* output = partial + 2 * round_up(g.rows, kLanes);
-            for (int64_t row = 0; row < g.rows; ++row) {
+            const float* maximum = partial_.data() + g.partial + chunk * partial_stride(g);
+            const float* sum = maximum + round_up(g.all_rows(), kLanes);
+            const float* output = sum + round_up(g.all_rows(), kLanes);
+            for (int64_t row = 0; row < g.all_rows(); ++row) {
                 if (sum[row] < 0.0f) continue;
                 fold_sums(w, row, 0, 1, maximum + row, sum + row, old_factor, new_factor);
                 fold_output(w, row, output + row * padded_d_, old_factor[0], new_factor[0]);
@@ -370,15 +423,17 @@ private:
     }
 
     void write_output(const Workspace<T>& w, const Group& g) const {
-        for (int64_t row = 0; row < g.rows; ++row) {
-            T* to = static_cast<T*>(a_.out) + ((a_.query_starts[g.sequence] + query_of(g, row)) * a_.q_heads +
-                                               head_of(g, row)) * a_.d;
-            const Vec l = set1(w.sum[row]);
-            const float* o = w.output.data() + row * padded_d_;
-            for (int64_t column = 0; column < a_.d; column += kColumnBlock) {
-                const int64_t half = smaller(a_.d - column, kColumnBlock) / 2;
-                store_rounded(to + column, div(load(o + column), l), half);
-                store_rounded(to + column + half, div(load(o + column + kLanes), l), half);
+        for (int64_t head = 0; head < g.heads; ++head) {
+            for (int64_t row = 0; row < g.rows; ++row) {
+                const int64_t state = head * g.rows + row;
+                T* to = static_cast<T*>(a_.out) + (token_of(g, row) * a_.q_heads + head_of(g, head, row)) * a_.d;
+                const Vec sum = set1(w.sum[state]);
+                const float* o = w.output.data() + state * padded_d_;
+                for (int64_t column = 0; column < a_.d; column += kColumnBlock) {
+                    const int64_t half = smaller(a_.d - column, kColumnBlock) / 2;
+                    store_rounded(to + column, div(load(o + column), sum), half);
+                    store_rounded(to + column + half, div(load(o + column + kLanes), sum), half);
+                }
             }
         }
     }

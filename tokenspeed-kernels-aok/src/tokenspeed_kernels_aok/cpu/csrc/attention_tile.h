@@ -25,8 +25,8 @@ constexpr int64_t kChunkKeys = 256;   // part of the bit order: see docs/design/
 constexpr int64_t kChunkPages = kChunkKeys / kPageSlots;
 constexpr int64_t kScoreStride = kChunkKeys + 16;  // not a multiple of 4 KiB over any few rows
 
-// Query rows as the score walk wants them: word j of every row side by side, [words][kBlockRows]. A word is a pair of
-// bf16 for VDPBF16PS, an fp32 otherwise.
+// Query rows as the score walk wants them: word j of every row side by side. A word is a pair of bf16 for VDPBF16PS, an
+// fp32 otherwise.
 template <class T>
 struct QueryWords {
 #if defined(AOK_ISA_avx512_bf16)
@@ -50,6 +50,9 @@ struct QueryWords {
 template <class T>
 constexpr int64_t kPairWords = sizeof(T) == 2 ? kPageSlots : 2 * kPageSlots;
 
+// Stores an intermediate as it is; `store` is for outputs and writes one NaN for all.
+AOK_INLINE void keep(float* p, const Vec& v) { std::memcpy(p, &v, sizeof(v)); }
+
 AOK_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 AOK_INLINE Vec low_half(VecI words) { return as_float(shl<16>(words)); }
@@ -60,8 +63,8 @@ AOK_INLINE VecI load_words(const uint32_t* p) { return loadi(reinterpret_cast<co
 // Scores of ROWS rows against the 16 keys of each of PAGES pages: s[r][page][slot] = (q . k) * scale.
 // `ahead` names memory to prefetch, one address for each page, walked as the keys are.
 template <class T, int ROWS, int PAGES, bool AHEAD>
-AOK_INLINE void score_pages(const uint32_t* const* keys, const uint32_t* const* ahead, const uint32_t* q, int64_t d,
-                            float scale, float* s) {
+AOK_INLINE void score_pages(const uint32_t* const* keys, const uint32_t* const* ahead, const uint32_t* q,
+                            int64_t q_stride, int64_t d, float scale, float* s) {
     Vec acc[ROWS][PAGES];
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; ++r) {
@@ -84,7 +87,7 @@ AOK_INLINE void score_pages(const uint32_t* const* keys, const uint32_t* const* 
             for (int p = 0; p < PAGES; ++p) k[p] = (__m512bh)load_words(keys[p] + at);
 #pragma GCC unroll 8
             for (int r = 0; r < ROWS; ++r) {
-                const __m512bh pair = (__m512bh)_mm512_set1_epi32(static_cast<int32_t>(q[j * kBlockRows + r]));
+                const __m512bh pair = (__m512bh)_mm512_set1_epi32(static_cast<int32_t>(q[j * q_stride + r]));
 #pragma GCC unroll 8
                 for (int p = 0; p < PAGES; ++p) acc[r][p] = _mm512_dpbf16_ps(acc[r][p], k[p], pair);
             }
@@ -104,7 +107,7 @@ AOK_INLINE void score_pages(const uint32_t* const* keys, const uint32_t* const* 
                 }
 #pragma GCC unroll 8
                 for (int r = 0; r < ROWS; ++r) {
-                    const Vec one = set1(bits_float(q[(2 * j + odd) * kBlockRows + r]));
+                    const Vec one = set1(bits_float(q[(2 * j + odd) * q_stride + r]));
 #pragma GCC unroll 8
                     for (int p = 0; p < PAGES; ++p) acc[r][p] = fma(one, k[p], acc[r][p]);
                 }
@@ -116,8 +119,7 @@ AOK_INLINE void score_pages(const uint32_t* const* keys, const uint32_t* const* 
     for (int r = 0; r < ROWS; ++r) {
 #pragma GCC unroll 8
         for (int p = 0; p < PAGES; ++p) {
-            const Vec t = mul(acc[r][p], factor);
-            std::memcpy(s + r * kScoreStride + p * kPageSlots, &t, sizeof(t));
+            keep(s + r * kScoreStride + p * kPageSlots, mul(acc[r][p], factor));
         }
     }
 }
@@ -198,7 +200,7 @@ AOK_INLINE void weigh_values(const T* const* values, const T* const* ahead, int6
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; ++r) {
 #pragma GCC unroll 8
-        for (int c = 0; c < 2 * BLOCKS; ++c) std::memcpy(o + r * o_stride + c * kLanes, &acc[r][c], sizeof(Vec));
+        for (int c = 0; c < 2 * BLOCKS; ++c) keep(o + r * o_stride + c * kLanes, acc[r][c]);
     }
 }
 

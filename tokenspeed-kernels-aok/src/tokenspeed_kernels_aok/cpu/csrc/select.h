@@ -22,7 +22,7 @@ struct Bound {
 
 constexpr Bound kNoBound = {-kInfinity, INT64_MAX};
 constexpr int64_t kBuckets = 1 << 16;
-constexpr int64_t kBanks = 4;  // counters of a bucket: neighbours in one line, so that equal values in a row do not wait
+constexpr int64_t kBanks = 4;  // counters of a bucket, side by side, so that equal values in a row do not wait
 
 // A 32-bit key that orders floats as their values do; the value is not NaN. -0 and denormals are like +0.
 AOK_INLINE VecI order_key(Vec z) {
@@ -163,37 +163,32 @@ private:
 
     template <class Load>
     Extent count(const Load& load, int64_t v, float most) {
-        uint32_t* const counts = counts_.data();  // as locals: the compiler must take it that a count may be a pointer
+        constexpr int64_t kStep = 256;  // addresses first, then the counting, so that neither waits for the other
+        alignas(64) static constexpr int32_t kBankOfLane[kLanes] = {0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3};
+        uint32_t* const counts = counts_.data();
         uint64_t* const weights = weights_.data();
+        const float first = smallest_lane(select(first_lanes(1), load(0, 1), set1(kInfinity)));
         Vec least = set1(kInfinity), highest = set1(-kInfinity), nearest = set1(kInfinity);
-        for (int64_t i = 0; i < v; i += kLanes) {
-            const int64_t n = smaller(v - i, kLanes);
-            const Vec z = n == kLanes ? load(i) : select(first_lanes(n), load(i, n), load_first(load));
-            least = min(z, least);
-            highest = max(z, highest);
-            nearest = min(select(eq(z, zero()), set1(kInfinity), abs(z)), nearest);
-            int32_t buckets[kLanes];
-            storei(buckets, shr<16>(order_key(z)));
-            if (n == kLanes) {
-#pragma GCC unroll 16
-                for (int64_t lane = 0; lane < kLanes; ++lane) ++counts[buckets[lane] * kBanks + lane % kBanks];
-            } else {
-                for (int64_t lane = 0; lane < n; ++lane) ++counts[buckets[lane] * kBanks];
+        alignas(64) int32_t at[kStep];
+        alignas(64) uint64_t heavy[kExact ? 1 : kStep];
+        for (int64_t start = 0; start < v; start += kStep) {
+            const int64_t size = smaller(v - start, kStep);
+            for (int64_t i = 0; i < size; i += kLanes) {
+                const int64_t n = smaller(size - i, kLanes);
+                // Lanes past the end repeat the first value, which is counted anyway.
+                const Vec z = n == kLanes ? load(start + i) : select(first_lanes(n), load(start + i, n), set1(first));
+                least = min(z, least);
+                highest = max(z, highest);
+                nearest = min(select(eq(z, zero()), set1(kInfinity), abs(z)), nearest);
+                storei(at + i, addi(shl<2>(shr<16>(order_key(z))), loadi(kBankOfLane)));
+                if constexpr (!kExact) weigh(z, most, heavy + i);
             }
+            for (int64_t i = 0; i < size; ++i) ++counts[at[i]];
             if constexpr (!kExact) {
-                uint64_t heavy[kLanes];
-                weigh(z, most, heavy);
-                for (int64_t lane = 0; lane < n; ++lane) weights[buckets[lane]] += heavy[lane];
+                for (int64_t i = 0; i < size; ++i) weights[static_cast<uint32_t>(at[i]) / kBanks] += heavy[i];
             }
         }
         return {smallest_lane(least), largest_lane(highest), smallest_lane(nearest)};
-    }
-
-    template <class Load>
-    static Vec load_first(const Load& load) {
-        float lanes[kLanes];
-        store(lanes, load(0, 1));
-        return set1(lanes[0]);
     }
 
     static int64_t bucket_of(float z) {
