@@ -55,6 +55,14 @@ SPECS: tuple[KernelSpec, ...] = (
     _spec("activation.silu_and_mul", "rows:silu_and_mul", _each("x")),
     _spec("cache.write", "attention:cache_write", _each("x", "kv"), traits=_KV_LAYOUT),
     _spec("attention.paged", "attention:attention", _each("x", "kv"), traits=_KV_LAYOUT),
+    _spec("moe.route", "moe:route", _each("logits"), traits={"form": {"fused", "torch"}}),
+    _spec(
+        "moe.experts",
+        "moe:experts",
+        _MATRIX,
+        prepare="gemm:prepare_batched",
+        traits={"combine_order": {"slot"}},
+    ),
     _spec(
         "sampling.block_sumexp",
         "sampling:block_sumexp",

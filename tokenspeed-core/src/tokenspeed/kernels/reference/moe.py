@@ -68,7 +68,7 @@ def _best(values: torch.Tensor, count: int) -> torch.Tensor:
 
 def _eligible(choice: torch.Tensor, groups: int, top_groups: int) -> torch.Tensor:
     """Which experts lie in the best groups, bool[T,E]."""
-    best_two = choice.unflatten(-1, (groups, -1)).topk(2, dim=-1).values
+    best_two = choice.view(len(choice), groups, -1).topk(2, dim=-1).values
     kept = torch.zeros(len(choice), groups, dtype=torch.bool, device=choice.device)
     kept.scatter_(1, _best(best_two.sum(-1), top_groups), True)
     return kept.repeat_interleave(choice.shape[-1] // groups, dim=-1)

@@ -159,6 +159,38 @@ struct SampleArgs {
     int64_t threads;
 };
 
+// The k best experts of each row of logits and their weights (docs/design/bits.md, rule 11).
+struct RouteArgs {
+    const void* logits;
+    const float* bias;  // [experts]; may be null
+    float* weights;     // contiguous [tokens, top_k]
+    int32_t* ids;       // likewise
+    int64_t tokens, experts, top_k;
+    int64_t row_stride;
+    int64_t groups, top_groups;
+    int64_t sigmoid;  // 0: softmax
+    int64_t fused;    // 1: choose by the logits, normalise over the chosen; softmax, no bias and one group only
+    int64_t normalise;
+    double scale;
+    int64_t dtype;
+    int64_t threads;
+};
+
+// out[t, :] = sum over slots j of weights[t, j] * expert(ids[t, j])(x[t, :]); weights packed by pack, an expert each.
+struct ExpertsArgs {
+    const void* x;
+    const void* gate_up;  // [experts] of w[2 intermediate, hidden]
+    const void* down;     // [experts] of w[hidden, intermediate]
+    const float* weights;  // contiguous [tokens, top_k]
+    const int32_t* ids;    // likewise, not negative; from `experts` on the identity
+    void* out;             // contiguous
+    int64_t tokens, top_k, experts, hidden, intermediate;
+    int64_t x_row_stride;
+    int64_t gate_up_bytes, down_bytes;  // from one expert to the next
+    int64_t x_dtype, weight_dtype;
+    int64_t threads;
+};
+
 // Every kernel: its name and its argument block. Add a line here and a definition in a source file; the rest follows.
 #define AOK_KERNELS(KERNEL)                \
     KERNEL(gemm, GemmArgs)                 \
@@ -171,7 +203,9 @@ struct SampleArgs {
     KERNEL(attention, AttentionArgs)       \
     KERNEL(block_sumexp, BlockSumExpArgs)  \
     KERNEL(logprobs, LogprobsArgs)         \
-    KERNEL(sample, SampleArgs)
+    KERNEL(sample, SampleArgs)             \
+    KERNEL(route, RouteArgs)               \
+    KERNEL(experts, ExpertsArgs)
 
 struct KernelTable {
 #define AOK_FIELD(name, Args) void (*name)(const Args*);
