@@ -124,7 +124,8 @@ def linear_by(
     out = x.new_empty(len(x), len(weight))
     if out.numel():
         weight = _rows_aligned(weight)
-        _run(table, tile, _rows_aligned(x).unsqueeze(0), weight.unsqueeze(0), bias, out.unsqueeze(0))
+        operands = (_rows_aligned(x).unsqueeze(0), weight.unsqueeze(0))
+        _run(table, tile, *operands, bias, out.unsqueeze(0), descriptors=table.descriptors)
     return out
 
 
@@ -139,7 +140,7 @@ def batched_by(table: GemmTable, tile: GemmTile, x: torch.Tensor, weight: torch.
     """`batched` with one tile of `table`: the same bits whichever tile of the table it is."""
     out = x.new_empty(len(x), *weight.shape[:2])
     if out.numel():
-        _run(table, tile, x.transpose(0, 1), weight, None, out.transpose(0, 1))
+        _run(table, tile, x.transpose(0, 1), weight, None, out.transpose(0, 1), descriptors=False)
     return out
 
 
@@ -165,11 +166,12 @@ def _run(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     out: torch.Tensor,
+    *,
+    descriptors: bool,
 ) -> None:
-    """out [G,T,N] = x [G,T,K] @ weight [G,N,K] transposed, + bias [N]."""
+    """out [G,T,N] = x [G,T,K] @ weight [G,N,K] transposed, + bias [N]; `descriptors` only for one group."""
     groups, rows, depth = x.shape
     columns = weight.shape[1]
-    descriptors = table.descriptors and groups == 1
     tiles = groups * triton.cdiv(rows, tile.block_m) * triton.cdiv(columns, tile.columns)
     operands: tuple[Any, Any] = (x, weight)
     if descriptors:
