@@ -113,6 +113,7 @@ class Engine:
         )
         self.tokenizer = tokenizer
         self.certificate = certificate
+        self._fingerprint = self.fingerprint
         self._staging = staging
         self._weight_version = options.weight_version
         self._cache = KVCache(
@@ -268,6 +269,7 @@ class Engine:
         self._scheduler.change_weights(weight_version)
         if self.certificate is not None:
             self.certificate = self.certificate.with_weights(weight_version, weights)
+            self._fingerprint = self.fingerprint
 
     def cache_tensors(self) -> list[torch.Tensor]:
         """Every layer's keys, then values, for inspection; shapes as in `ForwardBatch.kv_caches`."""
@@ -342,6 +344,8 @@ class Engine:
         if token < 0:
             return self._fail(state)
         state.append(token)
+        if self._fingerprint not in state.fingerprints:
+            state.fingerprints.append(self._fingerprint)
         self._generated_tokens += 1
         rules, stream, text = state.stop_rules, state.text, ""
         if token in rules.eos or token in rules.stop_ids:
@@ -413,4 +417,5 @@ class Engine:
             preemptions=state.preemptions,
             seed=state.request.seed,
             weight_version=self._weight_version,
+            fingerprint="" if finish is None else "+".join(state.fingerprints or [self._fingerprint]),
         )

@@ -77,7 +77,9 @@ class TokenUpdate(msgspec.Struct, frozen=True, kw_only=True):
 
     `text` is the new, complete-characters-only text with stop strings already cut. `prompt_logprobs` comes once, with
     the first update; its first entry is None. `finish_reason` is set on the last update only; `stop_reason` is then the
-    stop string or stop token id that ended it, or None for the end-of-sequence token.
+    stop string or stop token id that ended it, or None for the end-of-sequence token. `fingerprint` comes with it: what
+    determined the bits of the sample. A sample that was under way when the weights were exchanged has one for each set
+    of weights, joined by `+`, which equals no other's.
     """
 
     id: str
@@ -92,3 +94,4 @@ class TokenUpdate(msgspec.Struct, frozen=True, kw_only=True):
     preemptions: int = 0
     seed: int = 0
     weight_version: str = ""
+    fingerprint: str = ""

@@ -21,7 +21,8 @@ class RequestState:
 
     `tokens` is the prompt and every token sampled so far; positions `0 .. computed-1` have their KV in `pages`. A state
     is *seated* (`seat >= 0`) while it runs; waiting and preempted ones have no seat and no page. `max_total` is the
-    length at which the request ends for want of room or because `max_tokens` are out.
+    length at which the request ends for want of room or because `max_tokens` are out. `fingerprints` are those of the
+    engine when tokens were sampled, each once.
     """
 
     __slots__ = (
@@ -30,6 +31,7 @@ class RequestState:
         "chain",
         "computed",
         "counts",
+        "fingerprints",
         "first_update",
         "length",
         "max_total",
@@ -73,6 +75,7 @@ class RequestState:
         self.chain: list[ChainKey] = []
         self.cached_tokens = 0
         self.preemptions = 0
+        self.fingerprints: list[str] = []
         self.first_update = True
         self.prompt_logprobs: list[PositionLogprobs | None] | None = None if params.prompt_logprobs is None else [None]
 

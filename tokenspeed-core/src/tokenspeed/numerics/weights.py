@@ -133,7 +133,7 @@ def _header(path: Path, file: BinaryIO | Any) -> tuple[dict[str, Any], int]:
         header = json.loads(file.read(size))
         header.pop("__metadata__", None)
         return header, 8 + size
-    except (ValueError, AttributeError, MemoryError, OverflowError) as error:
+    except (ValueError, TypeError, AttributeError, MemoryError, OverflowError) as error:
         raise CheckpointError(f"{path} is no readable safetensors file: {error}") from error
 
 

@@ -81,7 +81,7 @@ class ChatCompletion:
                 **self._head,
                 "choices": [self._choice(sample) for sample in samples],
                 "usage": generation.usage(),
-                "system_fingerprint": self._service.info.fingerprint,
+                "system_fingerprint": generation.fingerprint(),
             }
         if body.return_token_ids:
             reply["prompt_token_ids"] = self._prompt.ids
@@ -127,7 +127,7 @@ class ChatCompletion:
         if self._body.return_token_ids and is_first:
             chunk["prompt_token_ids"] = self._prompt.ids
         if choice["finish_reason"] is not None:
-            chunk["system_fingerprint"] = self._service.info.fingerprint
+            chunk["system_fingerprint"] = generation.fingerprint()
         if options is not None and options.continuous_usage_stats:
             chunk["usage"] = generation.usage()
         return event(chunk)

@@ -96,6 +96,7 @@ def merge(updates: list[TokenUpdate]) -> TokenUpdate:
         preemptions=max(update.preemptions for update in updates),
         seed=last.seed or updates[0].seed,
         weight_version=last.weight_version or updates[0].weight_version,
+        fingerprint=last.fingerprint,
     )
 
 

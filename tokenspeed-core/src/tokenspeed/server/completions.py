@@ -59,7 +59,7 @@ class Completion:
                     for sample in samples
                 ],
                 "usage": generation.usage(),
-                "system_fingerprint": self._service.info.fingerprint,
+                "system_fingerprint": generation.fingerprint(),
             }
         if self._body.logprobs is not None or self._body.prompt_logprobs is not None:
             reply["logprobs_mode"] = self._service.limits.logprobs_mode
@@ -79,7 +79,7 @@ class Completion:
                     choice = self._choice(sample, writers[sample.index], update, is_first=is_first)
                     chunk: dict[str, Any] = {**self._head, "choices": [choice]}
                     if update.finish_reason is not None:
-                        chunk["system_fingerprint"] = self._service.info.fingerprint
+                        chunk["system_fingerprint"] = sample.fingerprint
                     if options is not None and options.continuous_usage_stats:
                         chunk["usage"] = generation.usage()
                     data += event(chunk)

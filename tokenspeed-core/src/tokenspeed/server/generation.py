@@ -55,6 +55,7 @@ class Sample:
     cached_tokens: int = 0
     preemptions: int = 0
     weight_versions: list[tuple[str, int]] = field(default_factory=list)
+    fingerprint: str = ""
     first_token_at: float = 0.0
     last_token_at: float = 0.0
 
@@ -78,6 +79,7 @@ class Sample:
         self.stop_reason = update.stop_reason
         self.cached_tokens = update.cached_tokens
         self.preemptions = update.preemptions
+        self.fingerprint = update.fingerprint
 
     def whole(self) -> TokenUpdate:
         """Everything so far as one update, for replies that are not streamed."""
@@ -169,6 +171,11 @@ class Generation:
             if sample.prompt_logprobs is None:
                 sample.prompt_logprobs = self.samples[sample.first].prompt_logprobs
         return self.samples
+
+    def fingerprint(self) -> str:
+        """What determined the bits of the samples that have finished; several if weights were exchanged meanwhile."""
+        distinct = dict.fromkeys(sample.fingerprint for sample in self.samples if sample.fingerprint)
+        return "+".join(distinct)
 
     def usage(self) -> dict[str, object]:
         """OpenAI's token counts over all samples; a prompt counts once, however many samples it has."""

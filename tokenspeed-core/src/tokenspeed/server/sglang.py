@@ -86,7 +86,7 @@ class _Writer:
             "weight_versions": sample.version_spans(),
             "e2e_latency": time.monotonic() - started_at,
             "sampling_seed": sample.seed,
-            "system_fingerprint": self._service.info.fingerprint,
+            "system_fingerprint": sample.fingerprint or self._service.info.fingerprint,
         }
         if self._body.return_prompt_token_ids:
             meta["prompt_token_ids"] = sample.prompt.ids

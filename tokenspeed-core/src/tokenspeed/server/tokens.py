@@ -70,7 +70,7 @@ async def _whole(service: Service, job: Job) -> Response:
         "choices": [_choice(service, sample, sample.token_ids, sample.logprobs) for sample in samples],
         "prompt_logprobs": None,
         "usage": generation.usage(),
-        "system_fingerprint": service.info.fingerprint,
+        "system_fingerprint": generation.fingerprint(),
     }
     if job.params.prompt_logprobs is not None:
         writer = LogprobWriter(service.text, ids_as_tokens=False, skip_special_tokens=True)
