@@ -46,7 +46,12 @@ _MATRIX = tuple({"x": x, "weight": weight} for x, weight in itertools.product(_F
 _KV_LAYOUT: Mapping[str, Iterable[TraitValue]] = {"kv_layout": {"aok_pairs"}}
 
 SPECS: tuple[KernelSpec, ...] = (
-    _spec("embedding.lookup", "embedding:embedding", _each("weight")),
+    _spec(
+        "embedding.lookup",
+        "embedding:embedding",
+        _each("weight"),
+        traits={"reads_packing_of": {"aok.gemm.linear"}},
+    ),
     _spec("gemm.linear", "gemm:linear", _MATRIX, prepare="gemm:prepare_linear"),
     _spec("gemm.batched", "gemm:batched", _MATRIX, prepare="gemm:prepare_batched"),
     _spec("norm.rms", "rows:rms_norm", _each("x", "weight")),

@@ -13,28 +13,38 @@ from typing import Any
 
 import torch
 
-from tokenspeed.kernels.spec import Need, TraitValue
+from tokenspeed.kernels.spec import KernelSpec, Need, TraitValue
 
 
 class Operation:
     """One call site of an operator: `operation(...)` runs the chosen kernel.
 
     `need` is what the layer asked for; `prepare` repacks weights once at load (the identity when the kernel has no
-    packing of its own). Calling an unbound operation is a programming error.
+    packing of its own); `kernel` describes the bound kernel. Calling an unbound operation is a programming error.
     """
 
-    __slots__ = ("need", "prepare", "run")
+    __slots__ = ("kernel", "need", "prepare", "run")
 
     def __init__(self, need: Need) -> None:
         self.need = need
         self.run: Callable[..., Any] = _unbound
         self.prepare: Callable[..., Any] = lambda weight: weight
+        self.kernel: KernelSpec | None = None
 
-    def bind(self, run: Callable[..., Any], prepare: Callable[..., Any] | None) -> None:
+    def bind(
+        self, run: Callable[..., Any], prepare: Callable[..., Any] | None, kernel: KernelSpec | None = None
+    ) -> None:
         """Attach the chosen kernel; called once, by the plan."""
         self.run = run
+        self.kernel = kernel
         if prepare is not None:
             self.prepare = prepare
+
+    def reads_packing_of(self, other: Operation) -> bool:
+        """Whether this kernel takes the weight that `other`'s kernel prepared, by its trait `reads_packing_of`."""
+        if self.kernel is None or other.kernel is None:
+            return False
+        return other.kernel.name in self.kernel.traits.get("reads_packing_of", ())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.run(*args, **kwargs)

@@ -24,9 +24,13 @@ class Embedding(WeightLayer):
 
     def pack(self) -> None:
         assert self.weight is not None
+        self.packed = None
         for head in self.tied:
             head.packed = head.linear.prepare(self.weight.data)
-        self.packed = self.lookup.prepare(self.weight.data)
+            if self.lookup.reads_packing_of(head.linear):
+                self.packed = head.packed  # one table serves both
+        if self.packed is None:
+            self.packed = self.lookup.prepare(self.weight.data)
         self.weight = None
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:

@@ -119,7 +119,7 @@ class Plan:
                 except (Exception, SystemExit) as error:  # a kernel's module may raise anything at import
                     problems[spec.name] = _broken_kernel(spec, error)
             if spec.name in loaded:
-                operation.bind(*loaded[spec.name])
+                operation.bind(*loaded[spec.name], spec)
         if problems:
             raise StartRefused(list(problems.values()))
 

@@ -37,9 +37,8 @@ def bind_kernels(ctx: LayerContext, kernels: Iterable[KernelSpec] | None = None,
         raise StartRefused(selection.problems)
     for operation in ctx.operations:
         spec = selection.choices[operation.need]
-        operation.bind(
-            _function(spec.implementation), _function(spec.prepare_weights) if spec.prepare_weights else None
-        )
+        prepare = _function(spec.prepare_weights) if spec.prepare_weights else None
+        operation.bind(_function(spec.implementation), prepare, spec)
 
 
 def _function(target: str) -> Any:
