@@ -62,6 +62,19 @@ def trait_table(traits: Mapping[str, Iterable[TraitValue]]) -> Mapping[str, froz
 
 
 @dataclass(frozen=True)
+class StoredPart:
+    """One tensor of a weight format: `suffix` as in `q_proj.weight_scale`, the dtype's name, and the shape.
+
+    `shape` is written in the axes of the weight, `N,K`; an axis may be divided (`N,K/128`). The first axis is always N:
+    projections that are stored apart in a checkpoint are put together along it.
+    """
+
+    suffix: str
+    dtype: str
+    shape: str = "N,K"
+
+
+@dataclass(frozen=True)
 class KernelSpec:
     """One implementation of one operator, described without importing it.
 
@@ -70,8 +83,11 @@ class KernelSpec:
     may list several. `bit_order` names the published order of additions that the kernel follows, with its version
     (`aok/gemm.linear@1`); kernels with equal bit orders give equal bits. `variant` is for kernels that choose code when
     they are loaded: the `"module:function"` that names the choice (an instruction set), asked after the implementation
-    was imported. It is provenance, and part of what identifies the bits of a kernel without `bit_order`. `distribution`
-    and `version` are filled by the host.
+    was imported. It is provenance, and part of what identifies the bits of a kernel without `bit_order`. `stored` is for
+    kernels of a weight format (trait `weight_format`): the tensors that a checkpoint holds in the place of one weight;
+    `prepare_weights` then gets a mapping from suffix to tensor. `waivers` maps a check of the conformance kit that the
+    kernel does not pass to the written reason, which `tokenspeed plugins` shows. `distribution` and `version` are
+    filled by the host.
     """
 
     name: str
@@ -86,6 +102,8 @@ class KernelSpec:
     priority: int = Priority.PORTABLE
     bit_order: str | None = None
     variant: str | None = None
+    stored: tuple[StoredPart, ...] = ()
+    waivers: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     distribution: str = ""
     version: str = ""
 

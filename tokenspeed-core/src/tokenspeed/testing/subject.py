@@ -1,0 +1,95 @@
+"""A kernel as the kit runs it: its functions, its partner over the KV cache, and the reference of its operator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from tokenspeed.kernels.operators import OPERATORS, Operator
+from tokenspeed.kernels.reference.plugin import tokenspeed_kernels as reference_kernels
+from tokenspeed.kernels.spec import KernelSpec
+from tokenspeed.machine import Machine
+from tokenspeed.numerics.plan import import_target
+
+LAYOUT = "kv_layout"
+
+
+class NoPartner(LookupError):
+    """A kernel over the KV cache cannot be judged alone, and no other kernel shares its layout."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One kernel for one dtype signature. `partner` is the other half of the pair that shares a cache layout."""
+
+    spec: KernelSpec
+    dtypes: Mapping[str, str]
+    run: Callable[..., Any]
+    prepare: Callable[[Any], Any] | None
+    partner: Subject | None = None
+
+    @property
+    def operator(self) -> Operator:
+        """The description of its operator."""
+        return OPERATORS[self.spec.operator]
+
+    @property
+    def device(self) -> torch.device:
+        """Where it runs."""
+        return torch.device(self.spec.machine.device)
+
+    def call(self, arguments: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
+        """Run on arguments by role, in the operator's order; results as a tuple."""
+        out = self.run(*(arguments[argument.role] for argument in self.operator.arguments))
+        if out is None:
+            return ()
+        return tuple(out) if isinstance(out, tuple | list) else (out,)
+
+
+def load_subject(spec: KernelSpec, dtypes: Mapping[str, str], others: Iterable[KernelSpec] = ()) -> Subject:
+    """Import a kernel, and a partner for it from `others` or the reference kernels where it needs one.
+
+    Raises whatever the import raises, and NoPartner.
+    """
+    subject = _alone(spec, dtypes)
+    if LAYOUT in OPERATORS[spec.operator].links:
+        subject = replace(subject, partner=_partner(spec, dtypes, others))
+    return subject
+
+
+def _alone(spec: KernelSpec, dtypes: Mapping[str, str]) -> Subject:
+    prepare = import_target(spec.prepare_weights) if spec.prepare_weights else None
+    return Subject(spec, dtypes, import_target(spec.implementation), prepare)
+
+
+def _partner(spec: KernelSpec, dtypes: Mapping[str, str], others: Iterable[KernelSpec]) -> Subject:
+    wanted = "attention.paged" if spec.operator == "cache.write" else "cache.write"
+    layouts = spec.traits.get(LAYOUT, frozenset())
+    # The reference comes first: a pair that is wrong in the same way would agree with itself.
+    for other in (*reference_kernels(), *others):
+        if (
+            other.operator == wanted
+            and other.machine.device == spec.machine.device
+            and layouts & other.traits.get(LAYOUT, frozenset())
+            and any(dict(signature) == dict(dtypes) for signature in other.signatures)
+        ):
+            return _alone(other, dtypes)
+    raise NoPartner(f"no {wanted} kernel with {LAYOUT} {' or '.join(map(str, sorted(layouts, key=str))) or 'declared'}")
+
+
+def reference_subject(operator: str, dtypes: Mapping[str, str], device: str) -> Subject:
+    """The reference of an operator, over the reference's own cache."""
+    specs = {(spec.operator, spec.machine.device): spec for spec in reference_kernels()}
+    subject = _alone(specs[operator, device], dtypes)
+    if LAYOUT in subject.operator.links:
+        partner = "attention.paged" if operator == "cache.write" else "cache.write"
+        subject = replace(subject, partner=_alone(specs[partner, device], dtypes))
+    return subject
+
+
+def not_here(spec: KernelSpec, machine: Machine) -> str | None:
+    """Why this machine cannot run a kernel, or None."""
+    return spec.machine.unmet(machine)
