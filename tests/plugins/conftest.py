@@ -15,7 +15,7 @@ PREAMBLE = """
 from tokenspeed import KernelSpec, ModelProfile, Priority, hookimpl, trait_table
 
 def kernel(name, operator="gemm.linear", target="nowhere:linear", **more):
-    roles = {"gemm.linear": ("x", "weight"), "norm.rms": ("x",), "cache.write": ("x", "kv")}[operator]
+    roles = {"norm.rms": ("x",), "cache.write": ("x", "kv")}.get(operator, ("x", "weight"))
     more.setdefault("signatures", ({role: "bfloat16" for role in roles},))
     return KernelSpec(name, operator, "test", target, **more)
 """

@@ -12,11 +12,12 @@ TOKENSPEED_API = 1
 
 _VERIFIED = frozenset({"auto", "rl-bitwise"})
 _SWITCHES = frozenset({"layer_boundary_norm"})
+_MOE_SWITCHES = _SWITCHES | {"router_topk", "moe_combine_order"}
 
 
 @hookimpl
 def tokenspeed_models() -> Iterable[ModelProfile]:
-    """Dense decoders, and the embedded model `tiny` (a Qwen3)."""
+    """Dense decoders, mixtures of experts, and the embedded model `tiny` (a Qwen3)."""
     return [
         ModelProfile(
             "LlamaForCausalLM",
@@ -39,5 +40,19 @@ def tokenspeed_models() -> Iterable[ModelProfile]:
             _SWITCHES,
             embedded=MappingProxyType({"tiny": "tokenspeed_models:tiny"}),
             bit_order="tokenspeed-models/qwen3@1",
+        ),
+        ModelProfile(
+            "Qwen3MoeForCausalLM",
+            "tokenspeed_models.qwen3_moe:Qwen3MoeForCausalLM",
+            _VERIFIED,
+            _MOE_SWITCHES,
+            bit_order="tokenspeed-models/qwen3_moe@1",
+        ),
+        ModelProfile(
+            "MixtralForCausalLM",
+            "tokenspeed_models.mixtral:MixtralForCausalLM",
+            _VERIFIED,
+            _MOE_SWITCHES,
+            bit_order="tokenspeed-models/mixtral@1",
         ),
     ]

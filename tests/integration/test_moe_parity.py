@@ -1,0 +1,189 @@
+"""Mixtures of experts compute what `transformers`' own classes compute, choose the same experts, obey their switches.
+
+fp32, reference kernels, on checkpoints that `transformers` wrote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from tokenspeed.kernels.spec import KernelSpec
+from tokenspeed.layers.moe import Router
+from tokenspeed.loading.checkpoint import Checkpoint
+from tokenspeed.models.base import CausalLM
+from tokenspeed.models.profile import ModelProfile
+from tokenspeed.models.registry import ModelRegistry, model_class
+from tokenspeed.testing.models import PagedModel, load_model
+from tokenspeed_kernels_aok.specs import SPECS as AOK
+from tokenspeed_models.plugin import tokenspeed_models
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+TOLERANCE = 1e-5
+REGISTRY = ModelRegistry(tokenspeed_models())
+QWEN = {"head_dim": 32, "num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3-moe": ("Qwen3Moe", {**QWEN, "norm_topk_prob": True}),
+    "qwen3-moe-unnormalised": ("Qwen3Moe", {**QWEN, "norm_topk_prob": False}),
+    "qwen3-moe-mixed": ("Qwen3Moe", {**QWEN, "num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [1]}),
+    "qwen3-moe-sliding": ("Qwen3Moe", {**QWEN, "use_sliding_window": True, "sliding_window": 9}),
+    "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
+    "mixtral-sliding": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 3, "sliding_window": 11}),
+}
+
+MakeCheckpoint = Callable[..., Path]
+
+
+def ours(folder: Path, **options: Any) -> CausalLM:
+    profile = REGISTRY.find(Checkpoint(folder).architecture)
+    assert isinstance(profile, ModelProfile)
+    return load_model(model_class(profile), folder, **options)
+
+
+def theirs(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
+    ).eval()
+
+
+def random_ids(count: int, seed: int) -> list[int]:
+    ids: list[int] = torch.randint(3, 320, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return ids
+
+
+def expected_logits(model: Any, ids: list[int]) -> torch.Tensor:
+    with torch.inference_mode():
+        logits: torch.Tensor = model(torch.tensor([ids])).logits[0]
+    return logits
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return float(((actual - expected).abs().amax(-1) / expected.abs().amax(-1)).max())
+
+
+def chosen_experts(model: torch.nn.Module, kind: str, run: Callable[[], object]) -> list[list[list[int]]]:
+    """The experts of every token, sorted, router by router, while `run` computes."""
+    found: list[list[list[int]]] = []
+    routers = [module for module in model.modules() if kind in type(module).__name__]
+    assert routers
+    hooks = [
+        router.register_forward_hook(lambda _m, _i, out: found.append(out[-1].sort(-1).values.tolist()))
+        for router in routers
+    ]
+    run()
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+@pytest.fixture(scope="module", params=CASES)
+def pair(request: pytest.FixtureRequest, make_checkpoint: MakeCheckpoint) -> tuple[CausalLM, Any]:
+    """(our model, theirs) of one case."""
+    family, config = CASES[request.param]
+    folder = make_checkpoint(family, **config)
+    return ours(folder), theirs(folder)
+
+
+def test_logits_and_experts_agree(pair: tuple[CausalLM, Any]) -> None:
+    ids = random_ids(80, seed=1)
+    found: list[torch.Tensor] = []
+    mine = chosen_experts(pair[0], "Router", lambda: found.append(PagedModel(pair[0]).feed({0: ids})[0]))
+    other = chosen_experts(pair[1], "TopKRouter", lambda: found.append(expected_logits(pair[1], ids)))
+    assert relative_error(*found) < TOLERANCE
+    assert mine == other
+    assert len({tuple(token) for layer in mine for token in layer}) > 3
+
+
+def test_greedy_tokens_are_the_same(pair: tuple[CausalLM, Any]) -> None:
+    prompt = random_ids(21, seed=2)
+    output = pair[1].generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False, eos_token_id=None)
+    expected = output[0, len(prompt) :].tolist()
+    assert PagedModel(pair[0]).generate(0, prompt, 20) == expected
+    assert len(set(expected)) > 3, "the model repeats itself, which shows nothing"
+
+
+def test_stacked_experts_are_single_experts(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    """A checkpoint with `gate_up_proj` [E,2F,H] and `down_proj` [E,H,F] is the one with a tensor for each expert."""
+    folder = make_checkpoint(*CASES["qwen3-moe"][:1], **CASES["qwen3-moe"][1])
+    single = load_file(folder / "model.safetensors")
+    stacked = {name: tensor for name, tensor in single.items() if ".experts." not in name}
+    assert len(stacked) < len(single)
+    for layer in range(3):
+        at = f"model.layers.{layer}.mlp.experts"
+        parts = {p: [single[f"{at}.{e}.{p}_proj.weight"] for e in range(12)] for p in ("gate", "up", "down")}
+        stacked[f"{at}.gate_up_proj"] = torch.cat([torch.stack(parts["gate"]), torch.stack(parts["up"])], dim=1)
+        stacked[f"{at}.down_proj"] = torch.stack(parts["down"])
+    (tmp_path / "config.json").symlink_to(folder / "config.json")
+    save_file(stacked, tmp_path / "model.safetensors")
+    ids = random_ids(30, seed=3)
+    assert torch.equal(PagedModel(ours(tmp_path)).feed({0: ids})[0], PagedModel(ours(folder)).feed({0: ids})[0])
+
+
+@pytest.mark.parametrize("kernels", [None, AOK], ids=["reference", "aok"])
+@pytest.mark.parametrize("family", ["qwen3-moe", "mixtral"])
+def test_bf16_stays_near_fp32(
+    family: str, kernels: tuple[KernelSpec, ...] | None, make_checkpoint: MakeCheckpoint
+) -> None:
+    """In bf16 we are as near to the fp32 logits of the same weights as transformers' own are.
+
+    Every token gets every expert: where rounding changes the choice, the error is no longer one of rounding.
+    """
+    name, config = CASES[family]
+    everybody = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 4}
+    everybody.pop("num_experts" if name == "Mixtral" else "num_local_experts")
+    folder = make_checkpoint(name, dtype=torch.bfloat16, **{**config, **everybody})
+    ids = random_ids(60, seed=6)
+    exact = expected_logits(theirs(folder), ids)
+    their_error = (expected_logits(theirs(folder, torch.bfloat16), ids).float() - exact).square().mean().sqrt()
+    logits = PagedModel(ours(folder, kernels=kernels)).feed({0: ids})[0]
+    assert 0 < (logits.float() - exact).square().mean().sqrt() < 1.2 * their_error
+
+
+class Switched:
+    """Logits and choices of one checkpoint under one value of a switch."""
+
+    def __init__(self, folder: Path, switches: dict[str, str], kernels: Any = None) -> None:
+        model = ours(folder, switches=switches, kernels=kernels)
+        self.routed: list[tuple[torch.Tensor, ...]] = []
+        for module in model.modules():
+            if isinstance(module, Router):
+                module.register_forward_hook(lambda _m, _i, out: self.routed.append(out))
+        self.logits = PagedModel(model).feed({0: random_ids(40, seed=7)})[0]
+
+
+def test_combine_order_changes_values_and_not_the_first_choice(make_checkpoint: MakeCheckpoint) -> None:
+    name, config = CASES["qwen3-moe"]
+    folder = make_checkpoint(name, dtype=torch.bfloat16, **config)
+    rank, slot = (Switched(folder, {"moe_combine_order": order}) for order in ("rank", "slot"))
+    assert not torch.equal(rank.logits, slot.logits)
+    assert torch.equal(rank.routed[0][1], slot.routed[0][1])
+    assert torch.equal(rank.routed[0][0], slot.routed[0][0])
+    # aok always folds in slot order, so for it the switch only decides which kernels are eligible.
+    a, b = (Switched(folder, {"moe_combine_order": order}, AOK) for order in ("rank", "slot"))
+    assert torch.equal(a.logits, b.logits)
+
+
+@pytest.mark.parametrize("kernels", [None, AOK], ids=["reference", "aok"])
+def test_router_form_changes_weights_and_not_experts(kernels: Any, make_checkpoint: MakeCheckpoint) -> None:
+    name, config = CASES["qwen3-moe"]
+    folder = make_checkpoint(name, **config)
+    fused, torch_form = (Switched(folder, {"router_topk": form}, kernels) for form in ("fused", "torch"))
+    assert torch.equal(fused.routed[0][1], torch_form.routed[0][1])
+    assert not torch.equal(fused.routed[0][0], torch_form.routed[0][0])
+    assert not torch.equal(fused.logits, torch_form.logits)
+    assert relative_error(fused.logits, torch_form.logits) < TOLERANCE
+
+
+def test_layer_boundary_changes_values(make_checkpoint: MakeCheckpoint) -> None:
+    name, config = CASES["mixtral"]
+    folder = make_checkpoint(name, dtype=torch.bfloat16, **config)
+    fused, unfused = (Switched(folder, {"layer_boundary_norm": value}) for value in ("fused", "unfused"))
+    assert not torch.equal(fused.logits, unfused.logits)
