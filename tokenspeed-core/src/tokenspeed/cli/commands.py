@@ -34,6 +34,8 @@ BENCH_COMMANDS = {
 
 NUMERICS_COMMANDS = {
     "explain": LazyCommand("tokenspeed.cli.numerics:explain", "Show what each switch became, and why."),
+    "dump": LazyCommand("tokenspeed.cli.numerics_dump:dump", "Write down what a trainer computes for given tokens."),
+    "align": LazyCommand("tokenspeed.cli.numerics_align:align", "Compare the engine with a trainer's dump."),
     "certify": LazyCommand(
         "tokenspeed.cli.numerics_certify:certify", "Verify, and write down what determines the bits."
     ),

@@ -156,6 +156,11 @@ class Engine:
         return "" if self.certificate is None else self.certificate.fingerprint
 
     @property
+    def model(self) -> Model:
+        """The model that computes; another object once new weights were installed."""
+        return self._runner.model
+
+    @property
     def weight_version(self) -> str:
         """Names the weights that compute from now on; stamped on every update."""
         return self._weight_version

@@ -115,6 +115,11 @@ class Runner:
             self.observer.step(schedule, batch)
         return batch, rows
 
+    @property
+    def model(self) -> Model:
+        """What computes."""
+        return self._model
+
     def exchange_model(self, model: Model) -> None:
         """Compute with `model` from now on; it has the shapes of the one before."""
         self._model = model

@@ -119,7 +119,7 @@ class Difference:
     `length`: one reply ends and the other goes on.
     """
 
-    what: Literal["logprob", "token", "length", "prompt logprob"]
+    what: Literal["logprob", "token", "length", "prompt logprob", "logits"]
     position: int
     expected: str
     got: str
