@@ -14,7 +14,7 @@ from tokenspeed.cli.output import print_json, print_rich, print_table
 if TYPE_CHECKING:
     import torch
 
-    from tokenspeed.kernels.cases import Call, Case, Kernel
+    from tokenspeed.kernels.case import Call, Case, Kernel
     from tokenspeed.kernels.spec import KernelSpec
 
 _MIN_CALLS, _MAX_CALLS = 5, 5000
@@ -97,7 +97,7 @@ class _BoundKernels:
 
 
 def _bind(spec: KernelSpec) -> tuple[Kernel, str]:
-    from tokenspeed.kernels.cases import Kernel
+    from tokenspeed.kernels.case import Kernel
     from tokenspeed.numerics.plan import import_target
 
     prepare = import_target(spec.prepare_weights) if spec.prepare_weights else lambda weight: weight

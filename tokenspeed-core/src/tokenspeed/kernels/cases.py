@@ -12,43 +12,25 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from tokenspeed.kernels.spec import Need
-
-Call = Callable[[int], object]
-"""One measured call; the argument counts calls, so that a case can rotate over cold weights."""
+from tokenspeed.kernels.attention_cases import decode_and_prefill, writing
+from tokenspeed.kernels.case import (
+    COLD_BYTES,
+    FEED_FORWARD,
+    HEAD_DIM,
+    HEADS,
+    HIDDEN,
+    KV_HEADS,
+    Call,
+    Case,
+    Kernel,
+    calling,
+    need,
+    running,
+)
+from tokenspeed.kernels.sampling_cases import block_sums, logprobs, sampling
 
 PROJECTIONS = ((1024, 4096), (2048, 1024), (1024, 6144), (3072, 1024), (1024, 151936), (4096, 14336))
 """(K, N) of Qwen3-0.6B (attention in and out, MLP up and down, output head) and of a layer of an 8B model."""
-
-COLD_BYTES = 192 << 20
-"""Weights that a projection rotates over: several times any last-level cache of a few cores."""
-
-HIDDEN, FEED_FORWARD, HEADS, KV_HEADS, HEAD_DIM = 1024, 3072, 16, 8, 128
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """A kernel as bound: how it runs and how it packs weights."""
-
-    run: Callable[..., Any]
-    prepare: Callable[[torch.Tensor], Any]
-
-
-@dataclass(frozen=True)
-class Case:
-    """One row of the table.
-
-    `kernel` makes the measured call for a bound kernel, `yardstick` is the same in torch. `read_bytes` and `flops`
-    count the work of one call; `memory` are the tensors that a call must read from memory, for the read rate, or none.
-    """
-
-    need: Need
-    shape: str
-    kernel: Callable[[Kernel], Call]
-    yardstick: Call
-    read_bytes: int
-    flops: int = 0
-    memory: Sequence[torch.Tensor] = ()
 
 
 @dataclass
@@ -94,26 +76,13 @@ def cases(operators: Sequence[str], rows: Sequence[int], dtype: torch.dtype) -> 
             yield from make(rows, dtype)
 
 
-def _need(operator: str, dtype: torch.dtype, *roles: str, **facts: int) -> Need:
-    return Need.of(operator, dtypes=dict.fromkeys(roles, str(dtype).removeprefix("torch.")), facts=facts)
-
-
-def _running(*arguments: Any) -> Callable[[Kernel], Call]:
-    """A case's `kernel`: every call runs it on `arguments`."""
-    return lambda kernel: _calling(kernel.run, *arguments)
-
-
-def _calling(function: Callable[..., object], *arguments: Any) -> Call:
-    return lambda _: function(*arguments)
-
-
 def _linear(rows: Sequence[int], dtype: torch.dtype) -> Iterator[Case]:
     for k, n in PROJECTIONS:
         weights = ColdWeights(k, n, dtype)
         for m in rows:
             x = torch.randn(m, k).to(dtype)
             yield Case(
-                _need("gemm.linear", dtype, "x", "weight", k=k, n=n),
+                need("gemm.linear", dtype, "x", "weight", k=k, n=n),
                 f"K={k} N={n} M={m}",
                 weights.projecting(x),
                 weights.projecting_plainly(x),
@@ -128,10 +97,10 @@ def _embedding(rows: Sequence[int], dtype: torch.dtype) -> Iterator[Case]:
     for m in rows:
         ids = torch.randint(0, len(table), (m,))
         yield Case(
-            _need("embedding.lookup", dtype, "weight"),
+            need("embedding.lookup", dtype, "weight"),
             f"H={HIDDEN} T={m}",
-            _running(ids, table),
-            _calling(F.embedding, ids, table),
+            running(ids, table),
+            calling(F.embedding, ids, table),
             read_bytes=m * HIDDEN * dtype.itemsize,
         )
 
@@ -142,10 +111,10 @@ def _rms(rows: Sequence[int], dtype: torch.dtype) -> Iterator[Case]:
         for m in rows:
             x = torch.randn(m, *shape).to(dtype)
             yield Case(
-                _need("norm.rms", dtype, "x", "weight", hidden=shape[-1]),
+                need("norm.rms", dtype, "x", "weight", hidden=shape[-1]),
                 f"H={'x'.join(map(str, shape))} T={m}",
-                _running(x, weight, 1e-6),
-                _calling(F.rms_norm, x, weight.shape, weight, 1e-6),
+                running(x, weight, 1e-6),
+                calling(F.rms_norm, x, weight.shape, weight, 1e-6),
                 read_bytes=2 * x.nbytes,
             )
 
@@ -160,10 +129,10 @@ def _add_rms(rows: Sequence[int], dtype: torch.dtype) -> Iterator[Case]:
     for m in rows:
         x, residual = torch.randn(2, m, HIDDEN).to(dtype).unbind()
         yield Case(
-            _need("norm.add_rms", dtype, "x", "weight", hidden=HIDDEN),
+            need("norm.add_rms", dtype, "x", "weight", hidden=HIDDEN),
             f"H={HIDDEN} T={m}",
-            _running(x, residual, weight, 1e-6),
-            _calling(plain, x, residual),
+            running(x, residual, weight, 1e-6),
+            calling(plain, x, residual),
             read_bytes=4 * x.nbytes,
         )
 
@@ -180,10 +149,10 @@ def _rope(rows: Sequence[int], dtype: torch.dtype) -> Iterator[Case]:
         positions = torch.randint(0, len(table), (m,))
         cosine, sine = (part.repeat(1, 1, 2).to(dtype) for part in torch.split(table[positions][:, None], half, dim=-1))
         yield Case(
-            _need("rope.apply", dtype, "x", head_dim=HEAD_DIM, rotary_dim=HEAD_DIM),
+            need("rope.apply", dtype, "x", head_dim=HEAD_DIM, rotary_dim=HEAD_DIM),
             f"heads={HEADS}+{KV_HEADS} D={HEAD_DIM} T={m}",
-            _running(q, k, positions, table),
-            _calling(plain, q, k, cosine, sine),
+            running(q, k, positions, table),
+            calling(plain, q, k, cosine, sine),
             read_bytes=2 * (q.nbytes + k.nbytes),
         )
 
@@ -196,10 +165,10 @@ def _silu(rows: Sequence[int], dtype: torch.dtype) -> Iterator[Case]:
     for m in rows:
         gate_up = torch.randn(m, 2 * FEED_FORWARD).to(dtype)
         yield Case(
-            _need("activation.silu_and_mul", dtype, "x"),
+            need("activation.silu_and_mul", dtype, "x"),
             f"F={FEED_FORWARD} T={m}",
-            _running(gate_up),
-            _calling(plain, gate_up),
+            running(gate_up),
+            calling(plain, gate_up),
             read_bytes=gate_up.nbytes * 3 // 2,
         )
 
@@ -211,5 +180,10 @@ CASES: Mapping[str, Callable[[Sequence[int], torch.dtype], Iterator[Case]]] = {
     "norm.add_rms": _add_rms,
     "rope.apply": _rope,
     "activation.silu_and_mul": _silu,
+    "cache.write": writing,
+    "attention.paged": decode_and_prefill,
+    "sampling.block_sumexp": block_sums,
+    "sampling.logprobs": logprobs,
+    "sampling.sample": sampling,
 }
 """How the cases of each operator are made, in the order of the table."""
