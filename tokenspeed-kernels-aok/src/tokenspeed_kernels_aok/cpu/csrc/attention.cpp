@@ -76,16 +76,15 @@ public:
           scale_(static_cast<float>(args.scale * 1.4426950408889634)), partial_(plan_.partial_size()) {}
 
     void run() {
-        parallel_tasks(plan_.units(), a_.threads, [&](const auto& take) {
+        parallel_tasks(plan_.units(), a_.threads, [&](const Tasks& take) {
             Workspace<T> w(plan_.max_rows(), a_.d, padded_d_);
-            for (int64_t i = take(), next; i < plan_.units(); i = next) {
-                next = take();
-                const Unit& unit = plan_.unit(i);
-                compute(w, unit, next < plan_.units() ? plan_.unit(next) : unit);
+            for (int64_t i = take(); i < plan_.units(); i = take()) {
+                const int64_t likely = smaller(take.peek(), plan_.units() - 1);
+                compute(w, plan_.unit(i), plan_.unit(likely));
             }
         });
         if (plan_.partial_size() == 0) return;
-        parallel_tasks(plan_.groups(), a_.threads, [&](const auto& take) {
+        parallel_tasks(plan_.groups(), a_.threads, [&](const Tasks& take) {
             Workspace<T> w(plan_.max_rows(), a_.d, padded_d_);
             for (int64_t i = take(); i < plan_.groups(); i = take()) {
                 if (plan_.group(i).partial >= 0) fold_partials(w, plan_.group(i));
@@ -135,7 +134,7 @@ private:
         }
     }
 
-    void compute(Workspace<T>& w, const Unit& unit, const Unit& next_unit) {
+    void compute(Workspace<T>& w, const Unit& unit, const Unit& likely_next) {
         const Group& g = plan_.group(unit.group);
         load_queries(g, w.query.data());
         std::memset(w.started.data(), 0, static_cast<size_t>(g.all_rows()));
@@ -152,7 +151,7 @@ private:
                 } else if (i + 1 < unit.chunks) {
                     locate(g, 0, chunk + 1, ahead);
                 } else {
-                    locate(plan_.group(next_unit.group), 0, next_unit.first_chunk, ahead);
+                    locate(plan_.group(likely_next.group), 0, likely_next.first_chunk, ahead);
                 }
                 for (int64_t row = 0; row < g.rows; row += kBlockRows) {
                     const Block block{&g, head, row, smaller(kBlockRows, g.rows - row)};

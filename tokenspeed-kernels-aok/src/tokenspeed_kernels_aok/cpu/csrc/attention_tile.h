@@ -62,8 +62,9 @@ AOK_INLINE VecI load_words(const uint32_t* p) { return loadi(reinterpret_cast<co
 
 // Scores of ROWS rows against the 16 keys of each of PAGES pages: s[r][page][slot] = (q . k) * scale.
 // `ahead` names memory to prefetch, one address for each page, walked as the keys are.
+// A function of its own: inlined among others, its loop would run out of registers.
 template <class T, int ROWS, int PAGES, bool AHEAD>
-AOK_INLINE void score_pages(const uint32_t* const* keys, const uint32_t* const* ahead, const uint32_t* q,
+__attribute__((noinline)) void score_pages(const uint32_t* const* keys, const uint32_t* const* ahead, const uint32_t* q,
                             int64_t q_stride, int64_t d, float scale, float* s) {
     Vec acc[ROWS][PAGES];
 #pragma GCC unroll 8
@@ -158,7 +159,7 @@ inline __attribute__((always_inline)) void load_columns<float>(const float* row,
 // blocks of columns. values[page] points at the first of these columns in the page's first slot; `half` is 16 for whole
 // blocks (WHOLE), else BLOCKS is 1. Outputs lie as the blocks are loaded: 32 floats a block.
 template <class T, int ROWS, int BLOCKS, bool WHOLE, bool AHEAD>
-AOK_INLINE void weigh_values(const T* const* values, const T* const* ahead, int64_t column, int64_t d, int64_t half,
+__attribute__((noinline)) void weigh_values(const T* const* values, const T* const* ahead, int64_t column, int64_t d, int64_t half,
                              const float* p, int64_t begin, int64_t end, float* o, int64_t o_stride) {
     Vec acc[ROWS][2 * BLOCKS];
 #pragma GCC unroll 8

@@ -57,12 +57,22 @@ AOK_INLINE void parallel_for(int64_t count, int64_t threads, const Body& body) {
     }
 }
 
-// body(take) on up to `threads` threads, denormals off; take() hands out 0, 1, 2, ... once each, and numbers from `count` on
-// when there is nothing left. For tasks of unequal length. Who computes what must not decide bits.
+// take() hands out the numbers 0, 1, 2, ... once each, to any thread.
+class Tasks {
+public:
+    int64_t operator()() const { return __atomic_fetch_add(&next_, 1, __ATOMIC_RELAXED); }
+    // What a call would give now; another thread may be quicker.
+    int64_t peek() const { return __atomic_load_n(&next_, __ATOMIC_RELAXED); }
+
+private:
+    mutable int64_t next_ = 0;
+};
+
+// body(take) on up to `threads` threads, denormals off: each takes numbers until they reach `count`. For tasks of unequal
+// length. Who computes what must not decide bits.
 template <class Body>
 AOK_INLINE void parallel_tasks(int64_t count, int64_t threads, const Body& body) {
-    int64_t next = 0;
-    const auto take = [&next] { return __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED); };
+    const Tasks take;
     if (threads > count) threads = count;
     if (threads <= 1) {
         const FlushDenormals guard;

@@ -115,7 +115,7 @@ int64_t sample_row(const SampleArgs& a, int64_t i, Selector<T>& selector) {
 
 template <class T>
 void sample_rows(const SampleArgs& a) {
-    parallel_tasks(a.rows, threads_for(a.rows * a.vocabulary, kRowGrain, a.threads), [&](const auto& take) {
+    parallel_tasks(a.rows, threads_for(a.rows * a.vocabulary, kRowGrain, a.threads), [&](const Tasks& take) {
         Selector<T> selector;
         for (int64_t i = take(); i < a.rows; i = take()) a.out[i] = a.vocabulary > 0 ? sample_row(a, i, selector) : -1;
     });
