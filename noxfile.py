@@ -114,6 +114,14 @@ def sanitize(session: nox.Session) -> None:
     session.run("pytest", *(session.posargs or ["tests/numerics"]), env=environment)
 
 
+@nox.session
+def soak(session: nox.Session) -> None:
+    """64 HTTP clients with random arrivals, cancellations and too few pages for five minutes: 0 differing bits."""
+    install(session, CORE, AOK, MODELS)
+    seconds, *more = session.posargs or ["300"]
+    session.run("tokenspeed", "numerics", "verify", "tiny", "--only", "http-soak", "--soak", seconds, *more)
+
+
 @nox.session(name="train-tiny")
 def train_tiny(session: nox.Session) -> None:
     """Train the embedded model anew (about ten minutes on two cores). Name a folder after `--` to leave ours alone."""

@@ -11,6 +11,7 @@ import click
 from tokenspeed.cli.options import EngineCommand, engine_options
 from tokenspeed.cli.output import console, print_json
 from tokenspeed.config import MACHINE, MODEL, NUMERICS, REPLIES, EngineConfig
+from tokenspeed.errors import ConfigError
 
 if TYPE_CHECKING:
     from tokenspeed.cli.verify_display import VerifyDisplay
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 @engine_options(MODEL, NUMERICS, MACHINE, REPLIES)
 @click.option("--quick/--full", default=True, help="Under a minute, or more than 100 prompts of 128 tokens.")
 @click.option("--only", multiple=True, metavar="NAME", help="Run only this scenario. May be repeated.")
+@click.option("--soak", "soak_seconds", type=click.FloatRange(1), help="Add 64 HTTP clients for so many seconds.")
 @click.option("--url", help="Verify a running OpenAI-compatible server instead, as http://127.0.0.1:8000.")
 @click.option("--url-key", help="API key for --url.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -29,6 +31,7 @@ def verify(
     config: EngineConfig,
     quick: bool,
     only: tuple[str, ...],
+    soak_seconds: float | None,
     url: str | None,
     url_key: str | None,
     as_json: bool,
@@ -42,11 +45,14 @@ def verify(
     """
     from tokenspeed.cli.verify_display import VerifyDisplay
 
+    check_names(only)
     with VerifyDisplay(console(), quiet=as_json) as display:
         if url is None:
-            _, report = run_in_process(config, quick=quick, only=only, display=display)
+            _, report = run_in_process(config, quick=quick, only=only, display=display, soak_seconds=soak_seconds)
         else:
-            report = run_against(url, url_key, config, quick=quick, only=only, display=display)
+            report = run_against(
+                url, url_key, config, quick=quick, only=only, display=display, soak_seconds=soak_seconds
+            )
     if as_json:
         print_json(report.as_dict())
     else:
@@ -55,10 +61,29 @@ def verify(
         raise click.exceptions.Exit(1)
 
 
+def check_names(only: tuple[str, ...]) -> None:
+    """Refuse a scenario that does not exist."""
+    from tokenspeed.verify.invariance import HTTP
+    from tokenspeed.verify.scenarios import SCENARIOS
+    from tokenspeed.verify.served import SERVED
+    from tokenspeed.verify.soak import SOAK
+
+    known = [*SCENARIOS, *(HTTP + scenario.name for scenario in SERVED), HTTP + SOAK]
+    if unknown := [name for name in only if name not in known]:
+        raise ConfigError(f"--only: there is no scenario {', '.join(unknown)}; the scenarios are {', '.join(known)}")
+
+
 def run_in_process(
-    config: EngineConfig, *, quick: bool, only: tuple[str, ...], display: VerifyDisplay, rehash: bool = False
+    config: EngineConfig,
+    *,
+    quick: bool,
+    only: tuple[str, ...],
+    display: VerifyDisplay,
+    rehash: bool = False,
+    soak_seconds: float | None = None,
 ) -> tuple[Lab, Report]:
     """All scenarios here, then those over HTTP against a server in another process."""
+    from tokenspeed.verify import soak
     from tokenspeed.verify.child import child_server
     from tokenspeed.verify.invariance import HTTP, verify_engine, verify_served
     from tokenspeed.verify.lab import Lab
@@ -66,7 +91,7 @@ def run_in_process(
 
     config = under_rl_bitwise(config)
     work = QUICK if quick else FULL
-    wants_server = not only or any(name.startswith(HTTP) for name in only)
+    wants_server = not only or any(name.startswith(HTTP) for name in only if name != HTTP + soak.SOAK)
     with ExitStack() as stack:
         lab = Lab(config, rehash=rehash)
         # The other process starts while this one works.
@@ -88,6 +113,18 @@ def run_in_process(
                 only=only,
                 listener=display,
             )
+    if soak_seconds is not None:
+        # A server of its own, with too few pages for all clients.
+        with child_server(config, **{**soak.SERVER_SIZES, "threads": lab.threads}) as soaked:
+            verify_served(
+                report,
+                soaked.endpoint(),
+                work,
+                vocab_size=lab.vocab_size,
+                alone=lab.alone,
+                scenarios=[soak.soak_scenario(soak_seconds)],
+                listener=display,
+            )
     return lab, report
 
 
@@ -95,9 +132,17 @@ SERVER_SIZES = {"max_model_len": 1024, "num_kv_pages": 4096, "max_num_seqs": 64}
 
 
 def run_against(
-    url: str, key: str | None, config: EngineConfig, *, quick: bool, only: tuple[str, ...], display: VerifyDisplay
+    url: str,
+    key: str | None,
+    config: EngineConfig,
+    *,
+    quick: bool,
+    only: tuple[str, ...],
+    display: VerifyDisplay,
+    soak_seconds: float | None = None,
 ) -> Report:
     """The scenarios over HTTP against a server that somebody else runs."""
+    from tokenspeed.verify import soak
     from tokenspeed.verify.endpoint import Endpoint
     from tokenspeed.verify.invariance import verify_served
     from tokenspeed.verify.report import Report
@@ -108,6 +153,9 @@ def run_against(
     work = QUICK if quick else FULL
     report = Report(url, work.name, endpoint.fingerprint, [f"one server over HTTP ({endpoint.model})"])
     verify_served(report, endpoint, work, vocab_size=SAFE_VOCABULARY, only=only, listener=display)
+    if soak_seconds is not None:
+        scenario = soak.soak_scenario(soak_seconds)
+        verify_served(report, endpoint, work, vocab_size=SAFE_VOCABULARY, scenarios=[scenario], listener=display)
     return report
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from tokenspeed.verify.endpoint import Endpoint
 from tokenspeed.verify.harness import Listener, judge
@@ -10,7 +10,7 @@ from tokenspeed.verify.items import result_digest
 from tokenspeed.verify.lab import Lab
 from tokenspeed.verify.report import Report
 from tokenspeed.verify.scenarios import SCENARIOS, Check, Stage, Work, thread_numbers
-from tokenspeed.verify.served import SERVED, Expected, ServedStage
+from tokenspeed.verify.served import SERVED, Expected, ServedScenario, ServedStage
 from tokenspeed.verify.trace import locate
 
 NOT_AGAIN = "the difference did not come again when both were repeated: it depends on what the process did before"
@@ -59,14 +59,15 @@ def verify_served(
     vocab_size: int,
     alone: Expected | None = None,
     only: Collection[str] = (),
+    scenarios: Iterable[ServedScenario] = SERVED,
     listener: Listener = lambda _result, _over: None,
 ) -> None:
-    """Run the scenarios over HTTP and add their results to `report`.
+    """Run scenarios over HTTP and add their results to `report`.
 
     `alone` computes what a reply must be; without it the server's own reply to the request alone counts.
     """
     stage = ServedStage(endpoint, work, vocab_size, alone or endpoint.one)
-    for scenario in SERVED:
+    for scenario in scenarios:
         name = f"{HTTP}{scenario.name}"
         if (only and name not in only) or (scenario.needs_ours and not endpoint.is_ours):
             continue
