@@ -17,6 +17,7 @@ from typing import cast
 import click
 
 import tokenspeed
+from refusals import refusals_page
 from tokenspeed import hookspecs
 from tokenspeed.cli.main import cli as command_line
 from tokenspeed.config import GROUPS, OPTIONS
@@ -202,6 +203,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "numerics.md": numerics_page,
     "operators.md": operators_page,
     "python.md": python_page,
+    "refusals.md": refusals_page,
 }
 
 
