@@ -58,6 +58,9 @@ def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> MakeCheckpoint:
                     parameter.data.normal_(0, 0.15)
                 else:
                     parameter.data.normal_(0, 0.04)
+            for name, buffer in model.named_buffers():
+                if name.endswith("e_score_correction_bias"):
+                    buffer.normal_(0, 0.1)
             folder = tmp_path_factory.mktemp(family.lower())
             model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
         made[key] = folder

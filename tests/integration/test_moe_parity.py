@@ -28,6 +28,22 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 TOLERANCE = 1e-5
 REGISTRY = ModelRegistry(tokenspeed_models())
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+DEEPSEEK = {
+    "num_key_value_heads": 6,
+    "n_routed_experts": 12,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "moe_intermediate_size": 40,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 24,
+    "q_lora_rank": 40,
+    "qk_nope_head_dim": 20,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+}
 QWEN = {"head_dim": 32, "num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -36,6 +52,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe-mixed": ("Qwen3Moe", {**QWEN, "num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [1]}),
     "qwen3-moe-sliding": ("Qwen3Moe", {**QWEN, "use_sliding_window": True, "sliding_window": 9}),
     "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
+    "deepseek-v3": ("DeepseekV3", {**DEEPSEEK, "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.7}}),
+    "deepseek-v3-plain": (
+        "DeepseekV3",
+        {
+            **DEEPSEEK,
+            "q_lora_rank": None,
+            "rope_interleave": False,
+            "n_group": 1,
+            "topk_group": 1,
+            "attention_bias": True,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
     "mixtral-sliding": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 3, "sliding_window": 11}),
 }
 
@@ -72,7 +102,7 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 def chosen_experts(model: torch.nn.Module, kind: str, run: Callable[[], object]) -> list[list[list[int]]]:
     """The experts of every token, sorted, router by router, while `run` computes."""
     found: list[list[list[int]]] = []
-    routers = [module for module in model.modules() if kind in type(module).__name__]
+    routers = [module for module in model.modules() if type(module).__name__.lower().endswith(kind)]
     assert routers
     hooks = [
         router.register_forward_hook(lambda _m, _i, out: found.append(out[-1].sort(-1).values.tolist()))
@@ -95,8 +125,8 @@ def pair(request: pytest.FixtureRequest, make_checkpoint: MakeCheckpoint) -> tup
 def test_logits_and_experts_agree(pair: tuple[CausalLM, Any]) -> None:
     ids = random_ids(80, seed=1)
     found: list[torch.Tensor] = []
-    mine = chosen_experts(pair[0], "Router", lambda: found.append(PagedModel(pair[0]).feed({0: ids})[0]))
-    other = chosen_experts(pair[1], "TopKRouter", lambda: found.append(expected_logits(pair[1], ids)))
+    mine = chosen_experts(pair[0], "router", lambda: found.append(PagedModel(pair[0]).feed({0: ids})[0]))
+    other = chosen_experts(pair[1], "topkrouter", lambda: found.append(expected_logits(pair[1], ids)))
     assert relative_error(*found) < TOLERANCE
     assert mine == other
     assert len({tuple(token) for layer in mine for token in layer}) > 3

@@ -39,20 +39,52 @@ MODELS: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
             "norm_topk_prob": True,
         },
     ),
+    "deepseek-v3": (
+        "DeepseekV3",
+        ALL,
+        {
+            "num_key_value_heads": 6,
+            "n_routed_experts": 16,
+            "num_experts_per_tok": 3,
+            "n_group": 4,
+            "topk_group": 2,
+            "moe_intermediate_size": 40,
+            "first_k_dense_replace": 1,
+            "kv_lora_rank": 24,
+            "q_lora_rank": 40,
+            "qk_nope_head_dim": 20,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 12,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "original_max_position_embeddings": 128,
+                "mscale": 1.0,
+                "mscale_all_dim": 0.7,
+            },
+        },
+    ),
     "mixtral": ("Mixtral", CORE, {"num_local_experts": 5, "num_experts_per_tok": 2}),
 }
 
 
 def with_ties(source: Path, folder: Path) -> Path:
-    """The checkpoint with router rows 2i+1 = 2i, the fourth of each four one unit in the last place away."""
+    """The checkpoint with router rows (and biases) 2i+1 = 2i, every fourth row one unit in the last place away.
+
+    A router that computes in fp32 gets its weights in fp32, so that the unit is one of its own.
+    """
     shutil.copytree(source, folder)
     tensors = load_file(folder / "model.safetensors")
-    gates = [tensor for name, tensor in tensors.items() if name.endswith(".gate.weight")]
+    gates = [name for name in tensors if name.endswith(".gate.weight")]
     assert gates
-    for gate in gates:
-        bits = gate.view(torch.int16 if gate.dtype == torch.bfloat16 else torch.int32)
-        bits[1::2] = bits[0::2][: len(bits[1::2])]
-        bits[3::4] ^= 1
+    for name in gates:
+        bias = tensors.get(name.replace("weight", "e_score_correction_bias"))
+        gate = tensors[name] = tensors[name] if bias is None else tensors[name].float()
+        gate[1::2] = gate[0::2][: len(gate[1::2])]
+        gate.view(torch.int16 if gate.dtype == torch.bfloat16 else torch.int32)[3::4] ^= 1
+        if bias is not None:
+            bias[1::2] = bias[0::2]
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
@@ -74,7 +106,7 @@ def test_every_equality_holds(name: str, make_checkpoint: Callable[..., Path], t
 
 
 def count_ties(lab: Lab) -> Counter[str]:
-    """Counts, while the lab computes, tokens whose choice meets an exact or a one-unit tie at its edge."""
+    """Counts, while the lab computes, exact and near ties between neighbours among the best experts of each token."""
     seen: Counter[str] = Counter()
     for operation in lab.operations:
         if operation.need.operator == "moe.route":
@@ -84,11 +116,12 @@ def count_ties(lab: Lab) -> Counter[str]:
 
 def counting(run: Callable[..., Any], seen: Counter[str]) -> Callable[..., Any]:
     def route(logits: torch.Tensor, bias: torch.Tensor | None, top_k: int, *rest: Any) -> Any:
-        ordered = logits.float().sort(-1, descending=True).values
-        edge, next_one = ordered[:, top_k - 1], ordered[:, top_k]
-        seen["exact"] += int((edge == next_one).sum())
+        choice = logits.float() if bias is None else torch.sigmoid(logits) + bias
+        best = choice.sort(-1, descending=True).values[:, : top_k + 1]
+        gaps = best[:, :-1] - best[:, 1:]
         unit = 2.0**-7 if logits.dtype == torch.bfloat16 else 2.0**-22
-        seen["near"] += int(((edge != next_one) & (edge - next_one <= edge.abs() * unit)).sum())
+        seen["exact"] += int((gaps == 0).sum())
+        seen["near"] += int(((gaps > 0) & (gaps <= best[:, :-1].abs() * unit)).sum())
         return run(logits, bias, top_k, *rest)
 
     return route

@@ -60,6 +60,8 @@ SPECS: tuple[KernelSpec, ...] = (
     _spec("activation.silu_and_mul", "rows:silu_and_mul", _each("x")),
     _spec("cache.write", "attention:cache_write", _each("x", "kv"), traits=_KV_LAYOUT),
     _spec("attention.paged", "attention:attention", _each("x", "kv"), traits=_KV_LAYOUT),
+    _spec("cache.write_latent", "mla:write_latent", _each("x", "kv")),
+    _spec("attention.mla_paged", "mla:mla", _each("x", "kv")),
     _spec("moe.route", "moe:route", _each("logits"), traits={"form": {"fused", "torch"}}),
     _spec(
         "moe.experts",

@@ -55,4 +55,11 @@ def tokenspeed_models() -> Iterable[ModelProfile]:
             _MOE_SWITCHES,
             bit_order="tokenspeed-models/mixtral@1",
         ),
+        ModelProfile(
+            "DeepseekV3ForCausalLM",
+            "tokenspeed_models.deepseek_v3:DeepseekV3ForCausalLM",
+            _VERIFIED,
+            _MOE_SWITCHES | {"yarn_ramp_mask_device"},
+            bit_order="tokenspeed-models/deepseek_v3@1",
+        ),
     ]

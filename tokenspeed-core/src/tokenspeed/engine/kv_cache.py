@@ -34,12 +34,14 @@ class KVSpecLike(Protocol):
     @property
     def head_dim(self) -> int: ...
     @property
+    def value_dim(self) -> int: ...
+    @property
     def dtype(self) -> torch.dtype: ...
 
 
 def bytes_per_page(specs: Sequence[KVSpecLike]) -> int:
     """Bytes that one page takes over all layers, keys and values."""
-    return sum(2 * PAGE_SIZE * spec.num_kv_heads * spec.head_dim * spec.dtype.itemsize for spec in specs)
+    return sum(PAGE_SIZE * spec.num_kv_heads * (spec.head_dim + spec.value_dim) * spec.dtype.itemsize for spec in specs)
 
 
 def pages_for(tokens: int) -> int:
@@ -63,7 +65,7 @@ class KVCache:
         self.tensors = [
             (
                 torch.zeros(num_pages, PAGE_SIZE, spec.num_kv_heads, spec.head_dim, dtype=spec.dtype, device=device),
-                torch.zeros(num_pages, PAGE_SIZE, spec.num_kv_heads, spec.head_dim, dtype=spec.dtype, device=device),
+                torch.zeros(num_pages, PAGE_SIZE, spec.num_kv_heads, spec.value_dim, dtype=spec.dtype, device=device),
             )
             for spec in specs
         ]

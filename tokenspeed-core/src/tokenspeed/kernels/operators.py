@@ -72,6 +72,8 @@ _KV = (
     _arg("v_cache", "P,S,Hkv,D", "$kv", "values of one layer, likewise"),
 )
 
+_LATENT = _arg("cache", "P,S,1,C", "$kv", "compressed entries of one layer, in this order on every kernel")
+
 OPERATORS: dict[str, Operator] = {
     operator.name: operator
     for operator in (
@@ -201,6 +203,41 @@ OPERATORS: dict[str, Operator] = {
             f"{_REFERENCE}.attention:paged",
             links=("kv_layout",),
             facts=("head_dim", "group_size"),
+        ),
+        Operator(
+            "cache.write_latent",
+            "Store compressed entries (latent, then rotated key) in their slots.",
+            "cache_write_latent(latent, cache, slots) -> None",
+            (
+                _arg("latent", "T,C", "$x", "one entry for each token"),
+                _LATENT,
+                _arg("slots", "T", "int64", "where each token goes; a negative slot is skipped"),
+            ),
+            (),
+            f"{_REFERENCE}.mla:write_latent",
+            facts=("width",),
+        ),
+        Operator(
+            "attention.mla_paged",
+            "Causal attention over compressed entries that all heads share: an entry is the key, its latent part the "
+            "value.",
+            "mla(q, cache, query_starts, context_lens, page_tables, scale, latent_dim) -> out",
+            (
+                _arg(
+                    "q", "T,Hq,C", "$x", "queries: the absorbed part, then the rotated one; places as attention.paged"
+                ),
+                _LATENT,
+                _arg("query_starts", "B+1", "int32", "first row of each sequence in q, then T"),
+                _arg("context_lens", "B", "int32", "tokens of each sequence in the cache, this call's included"),
+                _arg(
+                    "page_tables", "B,W", "int32", "page of each 16 positions; entries past the context are unspecified"
+                ),
+                _arg("scale", "", "float", "multiplies q.k"),
+                _arg("latent_dim", "", "int", "R, the first values of an entry that are summed"),
+            ),
+            (_arg("out", "T,Hq,R", "$x", "attention output in the latent space, contiguous"),),
+            f"{_REFERENCE}.mla:attention",
+            facts=("heads", "latent_dim", "width"),
         ),
         Operator(
             "moe.route",

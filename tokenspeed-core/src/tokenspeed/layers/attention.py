@@ -16,11 +16,20 @@ from tokenspeed.layers.rope import RotaryEmbedding
 
 @dataclass(frozen=True)
 class KVSpec:
-    """What one layer keeps for each token: keys and values of `num_kv_heads` heads of `head_dim` features."""
+    """What one layer keeps for each token: keys and values of `num_kv_heads` heads of `head_dim` features.
+
+    `latent` layers keep one compressed entry of `head_dim` features and no values beside it.
+    """
 
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    latent: bool = False
+
+    @property
+    def value_dim(self) -> int:
+        """Features of a head's value in the second cache of the layer, which is empty for latent layers."""
+        return 0 if self.latent else self.head_dim
 
 
 class CachedAttention(nn.Module):

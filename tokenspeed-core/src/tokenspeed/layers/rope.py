@@ -89,10 +89,16 @@ def cos_sin_table(scaling: RopeScaling, rotary_dim: int, positions: int) -> torc
 
 
 class RotaryEmbedding(WeightLayer):
-    """Rotates queries and keys by their positions; one instance serves all layers of a model."""
+    """Rotates queries and keys by their positions; one instance serves all layers of a model.
 
-    def __init__(self, ctx: LayerContext, scaling: RopeScaling, head_dim: int, max_positions: int) -> None:
+    `interleaved` rotates neighbours (2i, 2i+1), else features half a head apart.
+    """
+
+    def __init__(
+        self, ctx: LayerContext, scaling: RopeScaling, head_dim: int, max_positions: int, *, interleaved: bool = False
+    ) -> None:
         super().__init__()
+        self.interleaved = interleaved
         self.scaling = scaling
         self.head_dim = head_dim
         self.max_positions = max_positions
@@ -110,5 +116,5 @@ class RotaryEmbedding(WeightLayer):
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """q [T,Hq,D] and k [T,Hkv,D], rotated."""
-        q_out, k_out = self.rope(q, k, positions, self.table)
+        q_out, k_out = self.rope(q, k, positions, self.table, self.interleaved)
         return q_out, k_out

@@ -27,6 +27,7 @@ class ContextSpec:
 
     num_kv_heads: int = 1
     head_dim: int = 1
+    value_dim: int = 1
     dtype: torch.dtype = torch.float64
 
 

@@ -80,11 +80,14 @@ class PagedModel:
         random.Random(seed).shuffle(self._free)
         self._pages: dict[int, list[int]] = {}
         self._lengths: dict[int, int] = {}
-        self._caches = [(self._cache(num_pages, spec), self._cache(num_pages, spec)) for spec in model.kv_specs()]
+        self._caches = [
+            (self._cache(num_pages, spec, spec.head_dim), self._cache(num_pages, spec, spec.value_dim))
+            for spec in model.kv_specs()
+        ]
 
-    def _cache(self, num_pages: int, spec: KVSpec) -> torch.Tensor:
+    def _cache(self, num_pages: int, spec: KVSpec, width: int) -> torch.Tensor:
         # NaN rather than zeros, so that reading a slot that was never written shows.
-        shape = (num_pages, PAGE_SIZE, spec.num_kv_heads, spec.head_dim)
+        shape = (num_pages, PAGE_SIZE, spec.num_kv_heads, width)
         return torch.full(shape, torch.nan, dtype=spec.dtype, device=self.device)
 
     def feed(self, chunks: Mapping[int, Sequence[int]]) -> dict[int, torch.Tensor]:

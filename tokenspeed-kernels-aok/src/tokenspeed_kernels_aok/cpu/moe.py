@@ -1,4 +1,4 @@
-"""Mixtures of experts: `moe.route` and `moe.experts` (rules 11 and 12 of the bit order)."""
+"""Mixtures of experts: `moe.route` and `moe.experts` (rules 9 and 10 of the bit order)."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ struct SampleArgs {
     int64_t threads;
 };
 
-// The k best experts of each row of logits and their weights (docs/design/bits.md, rule 11).
+// The k best experts of each row of logits and their weights (docs/design/bits.md, rule 9).
 struct RouteArgs {
     const void* logits;
     const float* bias;  // [experts]; may be null
@@ -191,6 +191,36 @@ struct ExpertsArgs {
     int64_t threads;
 };
 
+// Rows latent[t, :] into slot slots[t] of a cache of `width` values a slot, which lie one after another.
+struct LatentWriteArgs {
+    const void* latent;
+    void* cache;
+    const int64_t* slots;  // distinct; negative ones are skipped
+    int64_t* invalid;      // set to 1 when a slot is beyond the cache
+    int64_t tokens, width, pages;
+    int64_t row_stride, page_stride;
+    int64_t bytes;  // of one value
+    int64_t threads;
+};
+
+// out[t, h, :] = attention of query t, head h over cached entries: all `width` values are the key, the first `latent` of
+// them the value. q, cache and out share the dtype.
+struct LatentAttentionArgs {
+    const void* q;
+    const void* cache;
+    const int32_t* query_starts;  // [sequences + 1]
+    const int32_t* context_lens;  // [sequences]
+    const int32_t* page_tables;   // [sequences, page_table_stride]
+    void* out;                    // contiguous [tokens, heads, latent]
+    int64_t* invalid;             // set to 1 when lengths or pages do not fit; the output then means nothing
+    int64_t tokens, sequences, heads, width, latent, pages;  // width is even
+    int64_t q_token_stride, q_head_stride, page_stride;
+    int64_t page_table_stride, page_table_width;
+    double scale;
+    int64_t dtype;
+    int64_t threads;
+};
+
 // Every kernel: its name and its argument block. Add a line here and a definition in a source file; the rest follows.
 #define AOK_KERNELS(KERNEL)                \
     KERNEL(gemm, GemmArgs)                 \
@@ -205,7 +235,9 @@ struct ExpertsArgs {
     KERNEL(logprobs, LogprobsArgs)         \
     KERNEL(sample, SampleArgs)             \
     KERNEL(route, RouteArgs)               \
-    KERNEL(experts, ExpertsArgs)
+    KERNEL(experts, ExpertsArgs)           \
+    KERNEL(latent_write, LatentWriteArgs)  \
+    KERNEL(latent_attention, LatentAttentionArgs)
 
 struct KernelTable {
 #define AOK_FIELD(name, Args) void (*name)(const Args*);

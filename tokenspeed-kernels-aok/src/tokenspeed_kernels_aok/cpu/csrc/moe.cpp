@@ -1,4 +1,4 @@
-// route and experts: the choice of experts, and their weighted sum (docs/design/bits.md, rules 11 and 12).
+// route and experts: the choice of experts, and their weighted sum (docs/design/bits.md, rules 9 and 10).
 //
 // Every projection of an expert goes through the kernel `gemm`, strip of columns by strip of columns, so a row's bits are
 // those of gemm.linear whatever other rows chose the same expert. An expert that nobody chose is not read.

@@ -1,0 +1,158 @@
+"""Multi-head latent attention (DeepSeek V2, arXiv 2405.04434): one compressed entry for all heads is cached.
+
+The projection from the latent space to keys is absorbed into the queries, and the one to values is applied to what was
+summed in the latent space, for prefill and decode alike; so a token's bits do not depend on which of them computed it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from tokenspeed.engine.batch import ForwardBatch
+from tokenspeed.layers.attention import CachedAttention, KVSpec
+from tokenspeed.layers.context import LayerContext
+from tokenspeed.layers.linear import Linear
+from tokenspeed.layers.norm import RMSNorm
+from tokenspeed.layers.rope import RotaryEmbedding
+from tokenspeed.layers.weights import WeightLayer
+
+
+@dataclass(frozen=True)
+class LatentShape:
+    """Sizes of latent attention: of a head's parts without and with rotation, of its value, and of the two latents.
+
+    `q_lora_rank` is None where queries are projected directly.
+    """
+
+    num_heads: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    kv_lora_rank: int
+    q_lora_rank: int | None
+
+    @property
+    def entry_dim(self) -> int:
+        """Width of a cached entry."""
+        return self.kv_lora_rank + self.rope_dim
+
+
+class LatentProjection(WeightLayer):
+    """`kv_b_proj`: of each head, rows that make its keys, and rows that make its values, from the latent."""
+
+    def __init__(self, ctx: LayerContext, shape: LatentShape) -> None:
+        super().__init__()
+        self.shape = shape
+        heads, rank = shape.num_heads, shape.kv_lora_rank
+        self.weight: nn.Parameter | None = self.new_weight(
+            (heads * (shape.nope_dim + shape.value_dim), rank), ctx.dtype
+        )
+        dtypes = {"x": ctx.dtype, "weight": ctx.dtype}
+        self.absorb = ctx.operator(
+            "gemm.batched", dtypes=dtypes, facts={"groups": heads, "k": shape.nope_dim, "n": rank}
+        )
+        self.expand = ctx.operator(
+            "gemm.batched", dtypes=dtypes, facts={"groups": heads, "k": rank, "n": shape.value_dim}
+        )
+        self.packed: tuple[Any, Any] = (None, None)
+
+    def pack(self) -> None:
+        assert self.weight is not None
+        shape = self.shape
+        by_head = self.weight.data.view(shape.num_heads, shape.nope_dim + shape.value_dim, shape.kv_lora_rank)
+        keys, values = torch.split(by_head, [shape.nope_dim, shape.value_dim], dim=1)
+        # Plain kernels keep what they are given: a copy of their own lets go of the merged weight.
+        self.packed = (
+            self.absorb.prepare(keys.transpose(1, 2).contiguous()),
+            self.expand.prepare(values.contiguous()),
+        )
+        self.weight = None
+
+    def queries(self, x: torch.Tensor) -> torch.Tensor:
+        """Unrotated queries [T,Hq,nope] in the latent space, [T,Hq,R]."""
+        out: torch.Tensor = self.absorb(x, self.packed[0])
+        return out
+
+    def values(self, x: torch.Tensor) -> torch.Tensor:
+        """Latent sums [T,Hq,R] as values, [T,Hq,V]."""
+        out: torch.Tensor = self.expand(x, self.packed[1])
+        return out
+
+
+class LatentAttention(CachedAttention):
+    """The checkpoint names are `q_proj`, or `q_a_proj`, `q_a_layernorm` and `q_b_proj`; `kv_a_proj_with_mqa`,
+    `kv_a_layernorm`, `kv_b_proj`, `o_proj`.
+
+    `layer` is the index into `ForwardBatch.kv_caches`; `scale` multiplies the scores. The norms of the latents have an
+    epsilon of their own, which no configuration states.
+    """
+
+    def __init__(
+        self,
+        ctx: LayerContext,
+        *,
+        layer: int,
+        hidden_size: int,
+        shape: LatentShape,
+        rotary: RotaryEmbedding,
+        scale: float,
+        norm_eps: float,
+        bias: bool = False,
+    ) -> None:
+        super().__init__()
+        self.layer = layer
+        self.shape = shape
+        self.rotary = rotary
+        self.scale = scale
+        self.kv_spec = KVSpec(1, shape.entry_dim, ctx.dtype, latent=True)
+        query_size = shape.num_heads * (shape.nope_dim + shape.rope_dim)
+        if shape.q_lora_rank is None:
+            self.q_proj = Linear(ctx, hidden_size, query_size)
+        else:
+            self.q_a_proj = Linear(ctx, hidden_size, shape.q_lora_rank, bias=bias)
+            self.q_a_layernorm = RMSNorm(ctx, shape.q_lora_rank, norm_eps)
+            self.q_b_proj = Linear(ctx, shape.q_lora_rank, query_size)
+        self.kv_a_proj_with_mqa = Linear(ctx, hidden_size, shape.entry_dim, bias=bias)
+        self.kv_a_layernorm = RMSNorm(ctx, shape.kv_lora_rank, norm_eps)
+        self.kv_b_proj = LatentProjection(ctx, shape)
+        self.o_proj = Linear(ctx, shape.num_heads * shape.value_dim, hidden_size, bias=bias)
+        dtypes = {"x": ctx.dtype, "kv": ctx.dtype}
+        self.write = ctx.operator("cache.write_latent", dtypes=dtypes, facts={"width": shape.entry_dim})
+        self.attend = ctx.operator(
+            "attention.mla_paged",
+            dtypes=dtypes,
+            facts={"heads": shape.num_heads, "latent_dim": shape.kv_lora_rank, "width": shape.entry_dim},
+        )
+
+    def project_queries(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T,H] -> queries [T,Hq,nope + rope], not rotated."""
+        q: torch.Tensor
+        if self.shape.q_lora_rank is None:
+            q = self.q_proj(x)
+        else:
+            q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+        return q.view(len(x), self.shape.num_heads, -1)
+
+    def forward(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """x [T,H] -> [T,H]."""
+        shape = self.shape
+        q_nope, q_rope = torch.split(self.project_queries(x), [shape.nope_dim, shape.rope_dim], dim=-1)
+        latent, k_rope = torch.split(self.kv_a_proj_with_mqa(x), [shape.kv_lora_rank, shape.rope_dim], dim=-1)
+        q_rope, k_rope = self.rotary(q_rope, k_rope.unsqueeze(1), batch.positions)
+        cache, _ = batch.kv_caches[self.layer]
+        self.write(torch.cat((self.kv_a_layernorm(latent), k_rope.squeeze(1)), dim=-1), cache, batch.slots)
+        sums = self.attend(
+            torch.cat((self.kv_b_proj.queries(q_nope), q_rope), dim=-1),
+            cache,
+            batch.query_starts,
+            batch.context_lens,
+            batch.page_tables,
+            self.scale,
+            shape.kv_lora_rank,
+        )
+        out: torch.Tensor = self.o_proj(self.kv_b_proj.values(sums).flatten(-2))
+        return out

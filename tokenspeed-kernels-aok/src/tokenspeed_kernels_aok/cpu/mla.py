@@ -1,0 +1,144 @@
+"""Attention over a compressed cache: `cache.write_latent` and `attention.mla_paged` (rule 11 of the bit order)."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+
+import torch
+
+from tokenspeed.kernels.operators import PAGE_SIZE
+from tokenspeed_kernels_aok.cpu.arguments import DTYPE_CODES, float_code, same_dtype, unit_stride
+from tokenspeed_kernels_aok.cpu.library import KernelCall
+from tokenspeed_kernels_aok.cpu.selfcheck import checked, pattern
+
+_WRITE = struct.Struct("11q")
+_ATTENTION = struct.Struct("18qd2q")
+
+
+def write_latent(latent: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+    """Store latent [T,C] in the slots (int64[T], distinct; negative ones are skipped) of the cache [P,16,1,C].
+
+    Raises TypeError unless both have one dtype, bf16 or fp32; ValueError for shapes that do not fit, or a slot beyond
+    the cache (the others are written).
+    """
+    _, pages, width = _check_cache(cache)
+    same_dtype("latent", latent, cache.dtype)
+    same_dtype("slots", slots, torch.int64)
+    tokens = slots.shape[0]
+    if latent.shape != (tokens, width):
+        raise ValueError(f"latent is {list(latent.shape)}; expected {[tokens, width]} for {tokens} slots")
+    latent, slots = unit_stride(latent), slots.contiguous()
+    invalid = ctypes.c_int64(0)
+    if tokens:
+        _latent_write(
+            _WRITE.pack(
+                latent.data_ptr(), cache.data_ptr(), slots.data_ptr(), ctypes.addressof(invalid),
+                tokens, width, pages, latent.stride(0), cache.stride(0), latent.itemsize, torch.get_num_threads(),
+            )
+        )  # fmt: skip
+    if invalid.value:
+        raise ValueError(f"slots reach {slots.max().item()}; the cache has {pages * PAGE_SIZE} slots in {pages} pages")
+
+
+def mla(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    query_starts: torch.Tensor,
+    context_lens: torch.Tensor,
+    page_tables: torch.Tensor,
+    scale: float,
+    latent_dim: int,
+) -> torch.Tensor:
+    """Causal attention of q [T,Hq,C] over cached entries, whose first `latent_dim` values are also what is summed.
+
+    [T,Hq,R], contiguous. The rest is as in `attention.paged`, and so are the errors.
+    """
+    code, pages, width = _check_cache(cache)
+    same_dtype("q", q, cache.dtype)
+    for what, tensor in (("query_starts", query_starts), ("context_lens", context_lens), ("page_tables", page_tables)):
+        same_dtype(what, tensor, torch.int32)
+    tokens, heads, _ = q.shape
+    sequences = context_lens.shape[0]
+    if q.shape[2] != width or not 0 < latent_dim <= width:
+        raise ValueError(f"q is {list(q.shape)}, the cache {list(cache.shape)}, the latent part {latent_dim}")
+    if query_starts.shape != (sequences + 1,) or page_tables.dim() != 2 or page_tables.shape[0] != sequences:
+        raise ValueError(
+            f"query_starts is {list(query_starts.shape)}, page_tables {list(page_tables.shape)}; "
+            f"expected {[sequences + 1]} and {[sequences, 'W']} for {sequences} context_lens"
+        )
+    q = unit_stride(q)
+    query_starts, context_lens = query_starts.contiguous(), context_lens.contiguous()
+    page_tables = unit_stride(page_tables)
+    out = q.new_empty(tokens, heads, latent_dim)
+    invalid = ctypes.c_int64(0)
+    if out.numel():
+        _latent_attention(
+            _ATTENTION.pack(
+                q.data_ptr(), cache.data_ptr(), query_starts.data_ptr(), context_lens.data_ptr(),
+                page_tables.data_ptr(), out.data_ptr(), ctypes.addressof(invalid),
+                tokens, sequences, heads, width, latent_dim, pages, q.stride(0), q.stride(1), cache.stride(0),
+                page_tables.stride(0), page_tables.shape[1], scale, code, torch.get_num_threads(),
+            )
+        )  # fmt: skip
+    if invalid.value:
+        raise ValueError(
+            f"query_starts {query_starts.tolist()}, context_lens {context_lens.tolist()} and page_tables "
+            f"{list(page_tables.shape)} of {pages} pages do not fit together, or not {tokens} queries"
+        )
+    return out
+
+
+def _check_cache(cache: torch.Tensor) -> tuple[int, int, int]:
+    """dtype code, pages and width of a cache [P,16,1,C], each page contiguous."""
+    code = float_code("cache", cache)
+    pages, slots, heads, width = cache.shape
+    if slots != PAGE_SIZE or heads != 1 or width % 2:
+        raise ValueError(f"cache is {list(cache.shape)}; expected [P,{PAGE_SIZE},1,C], C even")
+    if cache.stride(1) != width or cache.stride(3) != 1:
+        raise ValueError(f"the cache has strides {cache.stride()}; a page must be contiguous")
+    return code, pages, width
+
+
+# The self-check: one sequence of two chunks, more rows than lanes, a width that is no multiple of a vector.
+_CHECKED_KEYS, _CHECKED_QUERIES, _CHECKED_HEADS, _CHECKED_WIDTH, _CHECKED_LATENT = 300, 4, 5, 86, 70
+
+
+def _check_latent_write(call: KernelCall) -> tuple[torch.Tensor, ...]:
+    outputs = []
+    slots, invalid = torch.tensor([17, -1, 2]), torch.zeros(1, dtype=torch.int64)
+    for dtype in DTYPE_CODES:
+        latent, cache = pattern(3, 6, dtype=dtype), torch.zeros(2, PAGE_SIZE, 1, 6, dtype=dtype)
+        call(
+            _WRITE.pack(
+                latent.data_ptr(), cache.data_ptr(), slots.data_ptr(), invalid.data_ptr(), 3, 6, 2, 6, cache.stride(0),
+                latent.itemsize, 1,
+            )
+        )  # fmt: skip
+        outputs.append(cache)
+    return tuple(outputs)
+
+
+def _check_latent_attention(call: KernelCall) -> tuple[torch.Tensor, ...]:
+    outputs = []
+    pages = -(-_CHECKED_KEYS // PAGE_SIZE)
+    invalid = torch.zeros(1, dtype=torch.int64)
+    starts, lengths = (torch.tensor(x, dtype=torch.int32) for x in ([0, _CHECKED_QUERIES], [_CHECKED_KEYS]))
+    tables = torch.arange(pages, dtype=torch.int32)
+    for dtype, code in DTYPE_CODES.items():
+        q = pattern(_CHECKED_QUERIES, _CHECKED_HEADS, _CHECKED_WIDTH, dtype=dtype)
+        cache = pattern(pages, PAGE_SIZE, 1, _CHECKED_WIDTH, dtype=dtype, salt=3)
+        out = torch.zeros(_CHECKED_QUERIES, _CHECKED_HEADS, _CHECKED_LATENT, dtype=dtype)
+        call(
+            _ATTENTION.pack(
+                q.data_ptr(), cache.data_ptr(), starts.data_ptr(), lengths.data_ptr(), tables.data_ptr(),
+                out.data_ptr(), invalid.data_ptr(), _CHECKED_QUERIES, 1, _CHECKED_HEADS, _CHECKED_WIDTH,
+                _CHECKED_LATENT, pages, q.stride(0), q.stride(1), cache.stride(0), pages, pages, 0.25, code, 1,
+            )
+        )  # fmt: skip
+        outputs.append(out)
+    return tuple(outputs)
+
+
+_latent_write = checked("latent_write", _WRITE, _check_latent_write)
+_latent_attention = checked("latent_attention", _ATTENTION, _check_latent_attention)
