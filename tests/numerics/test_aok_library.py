@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import struct
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from aok_support import VARIANTS, awkward, threads
+from oracle import functions
 from tokenspeed.errors import PluginError
 from tokenspeed_kernels_aok.cpu import gemm, rows
 from tokenspeed_kernels_aok.cpu.library import ISA_VARIABLE, Library, library
@@ -81,3 +83,11 @@ def test_every_spec_names_code_that_exists_and_its_bit_order() -> None:
                 assert callable(getattr(__import__(module, fromlist=[function]), function)), target
         assert spec.bit_order == f"aok/{spec.operator}@1"
         assert "batch_invariant" in spec.features
+
+
+def test_the_published_constants_are_those_of_the_oracle() -> None:
+    page = Path(__file__).parents[2].joinpath("docs/design/bits.md").read_text()
+    published = {float.fromhex(text) for text in re.findall(r"-?0x1\.?[0-9a-f]*p-?\d+", page)}
+    used = [*functions.EXP2[1:], *functions.EXP[2:], *functions.LOG]
+    used += [functions.LOG2E, functions.LN2_HIGH, functions.LN2_LOW, functions._SHIFT]
+    assert {float(value) for value in used} <= published
