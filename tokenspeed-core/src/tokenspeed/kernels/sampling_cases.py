@@ -24,7 +24,7 @@ def block_sums(rows: Sequence[int], dtype: torch.dtype) -> Iterator[Case]:
     """Sums of exponentials in blocks of 32,768."""
 
     def plain(logits: torch.Tensor, row_max: torch.Tensor) -> list[torch.Tensor]:
-        return [part.sum(-1) for part in torch.exp(logits.float() - row_max[:, None]).split(BLOCK, dim=-1)]
+        return [part.sum(-1) for part in torch.split(torch.exp(logits.float() - row_max[:, None]), BLOCK, dim=-1)]
 
     for m, logits in _logits(rows, dtype):
         row_max = logits.float().amax(-1)

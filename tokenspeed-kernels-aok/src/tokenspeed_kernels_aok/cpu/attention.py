@@ -69,11 +69,12 @@ def attention(
     """
     code, pages, kv_heads, d = _check_caches(k_cache, v_cache)
     same_dtype("q", q, k_cache.dtype)
-    for what, tensor in (("query_starts", query_starts), ("context_lens", context_lens), ("page_tables", page_tables)):
-        same_dtype(what, tensor, torch.int32)
-    tokens, q_heads, _ = q.shape
+    same_dtype("query_starts", query_starts, torch.int32)
+    same_dtype("context_lens", context_lens, torch.int32)
+    same_dtype("page_tables", page_tables, torch.int32)
+    tokens, q_heads, q_d = q.shape
     sequences = context_lens.shape[0]
-    if q.shape[2] != d or (q_heads % kv_heads if kv_heads else q_heads):
+    if q_d != d or (q_heads % kv_heads if kv_heads else q_heads):
         raise ValueError(
             f"q is {list(q.shape)}, the caches {list(k_cache.shape)}: heads must be a multiple, D the same"
         )
@@ -90,9 +91,9 @@ def attention(
         context_lens.contiguous(),
         unit_stride(page_tables),
     )
-    out = q.new_empty(q.shape)
+    out = torch.empty((tokens, q_heads, d), dtype=q.dtype)
     invalid = ctypes.c_int64(0)
-    if out.numel():
+    if tokens and q_heads and d:
         _attention(
             _ATTENTION.pack(
                 q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), query_starts.data_ptr(), context_lens.data_ptr(),
@@ -114,9 +115,10 @@ def _check_caches(k_cache: torch.Tensor, v_cache: torch.Tensor) -> tuple[int, in
     """dtype code, pages, kv heads and head size of two caches [P,16,Hkv,D], each page contiguous."""
     code = float_code("k_cache", k_cache)
     same_dtype("v_cache", v_cache, k_cache.dtype)
-    pages, slots, kv_heads, d = k_cache.shape
+    shape = k_cache.shape
+    pages, slots, kv_heads, d = shape
     inner = (kv_heads * d, d, 1)
-    if k_cache.shape != v_cache.shape or slots != PAGE_SIZE or d % 2:
+    if shape != v_cache.shape or slots != PAGE_SIZE or d % 2:
         raise ValueError(
             f"k_cache is {list(k_cache.shape)}, v_cache {list(v_cache.shape)}; expected [P,{PAGE_SIZE},Hkv,D], D even"
         )
