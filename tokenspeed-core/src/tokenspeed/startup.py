@@ -155,9 +155,10 @@ def launch(prepared: Prepared, progress: Progress | None = None) -> Engine:
     from tokenspeed.loading.update import WeightStaging
 
     report = progress or (lambda _stage, _done, _total: None)
+    _import_kernels(prepared, report)
     report("loading tokenizer", 0, 0)
     tokenizer = _load_tokenizer(prepared)
-    certificate = load(prepared, report)
+    certificate = _load_weights(prepared, report)
     report("allocating KV cache", 0, 0)
     staging = WeightStaging(prepared.checkpoint, lambda: rebuild(prepared), prepared.machine.device)
     return Engine(
@@ -182,9 +183,17 @@ def load(prepared: Prepared, progress: Progress | None = None, *, rehash: bool =
     `rehash` takes no earlier result for the weights' digest.
     """
     report = progress or (lambda _stage, _done, _total: None)
+    _import_kernels(prepared, report)
+    return _load_weights(prepared, report, rehash=rehash)
+
+
+def _import_kernels(prepared: Prepared, report: Progress) -> None:
     _set_threads(prepared)
     report("importing kernels", 0, 0)
     prepared.plan.bind(prepared.built.context.operations)
+
+
+def _load_weights(prepared: Prepared, report: Progress, *, rehash: bool = False) -> Certificate:
     with hashing_weights(prepared, use_cache=not rehash) as weights:
         prepared.checkpoint.load(
             prepared.built.model,
