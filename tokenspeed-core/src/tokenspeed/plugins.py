@@ -39,8 +39,9 @@ class PluginReport:
     """What became of one plugin.
 
     `name` is the entry point's name and `target` its value. `kernels`, `models`, `trainer_profiles` and `commands` are
-    the names that it registered, sorted. `error` is one line, set when `status` is not `ok`: `broken` (nothing of the
-    plugin is used), `clash` (it claims a name that another distribution claims too) or `disabled` (`--plugins`).
+    the names that it registered, sorted. `waivers` are the checks of the conformance kit that its author waives for a
+    kernel, each with the reason that he gives. `error` is one line, set when `status` is not `ok`: `broken` (nothing of
+    the plugin is used), `clash` (it claims a name that another distribution claims too) or `disabled` (`--plugins`).
     """
 
     name: str
@@ -53,6 +54,7 @@ class PluginReport:
     models: tuple[str, ...] = ()
     trainer_profiles: tuple[str, ...] = ()
     commands: tuple[str, ...] = ()
+    waivers: tuple[str, ...] = ()
 
     def describe(self) -> str:
         """One line for a refusal: `plugin NAME (DISTRIBUTION VERSION) is broken: ImportError: …`."""
@@ -152,7 +154,8 @@ def _contribution(manager: pluggy.PluginManager, entry: EntryPoint, allow: Seque
     except (Exception, SystemExit) as error:  # a plugin may raise anything, and must not take the host down
         return _Contribution(replace(report, status="broken", error=_one_line(error)))
     names: dict[str, Any] = {kind: tuple(sorted(map(_NAME_OF[kind], getattr(contribution, kind)))) for kind in _NOUN}
-    contribution.report = replace(report, **names)
+    waivers = (f"{k.name} waives {check}: {why}" for k in contribution.kernels for check, why in k.waivers.items())
+    contribution.report = replace(report, **names, waivers=tuple(sorted(waivers)))
     return contribution
 
 

@@ -20,8 +20,9 @@ COMMANDS = {
     "bench": LazyCommand("tokenspeed.cli.bench:bench", "Measure throughput and latency."),
     "explain": LazyCommand("tokenspeed.cli.explain:explain", "Show which kernels a model would use, and why."),
     "numerics": LazyCommand("tokenspeed.cli.numerics:numerics", "Explain and check what is promised about bits."),
-    "kernels": LazyCommand("tokenspeed.cli.kernels:kernels", "List the installed kernels."),
+    "kernels": LazyCommand("tokenspeed.cli.kernels:kernels", "List the installed kernels, or prove what they claim."),
     "plugins": LazyCommand("tokenspeed.cli.plugins:plugins", "List the installed plugins and how each one fared."),
+    "plugin": LazyCommand("tokenspeed.cli.plugin:plugin", "Start a plugin of your own."),
     "doctor": LazyCommand("tokenspeed.cli.doctor:doctor", "Report on this environment."),
 }
 
@@ -29,6 +30,7 @@ BENCH_COMMANDS = {
     "throughput": LazyCommand("tokenspeed.cli.bench_throughput:throughput", "Prefill and decode speed of one model."),
     "latency": LazyCommand("tokenspeed.cli.bench_latency:latency", "How long one batch of requests takes."),
     "serve": LazyCommand("tokenspeed.cli.bench_serve:serve", "Throughput and latencies of a running server."),
+    "numerics": LazyCommand("tokenspeed.cli.bench_numerics:numerics", "The speed of rl-bitwise over that of auto."),
     "kernels": LazyCommand("tokenspeed.cli.bench_kernels:kernels", "The kernels of this machine against plain torch."),
 }
 
@@ -42,4 +44,13 @@ NUMERICS_COMMANDS = {
     "check": LazyCommand("tokenspeed.cli.numerics_certify:check", "Compare an engine or a server with a certificate."),
     "replay": LazyCommand("tokenspeed.cli.numerics_certify:replay", "Derive saved replies again, bit for bit."),
     "verify": LazyCommand("tokenspeed.cli.numerics_verify:verify", "Compare replies bit by bit under every condition."),
+}
+
+KERNELS_COMMANDS = {
+    "list": LazyCommand("tokenspeed.cli.kernels:list_kernels", "List the installed kernels (the default)."),
+    "verify": LazyCommand("tokenspeed.cli.kernels_verify:verify", "Prove what the kernels declare, on this machine."),
+}
+
+PLUGIN_COMMANDS = {
+    "new": LazyCommand("tokenspeed.cli.plugin:new", "Generate a kernel or model package, ready to build and test."),
 }

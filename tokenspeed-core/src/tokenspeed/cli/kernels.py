@@ -1,4 +1,4 @@
-"""`tokenspeed kernels`: the installed kernels, by operator. Imports no kernel and no torch."""
+"""`tokenspeed kernels`: the installed kernels, by operator. Listing imports no kernel and no torch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from typing import Any
 
 import click
 
+from tokenspeed.cli.commands import KERNELS_COMMANDS
+from tokenspeed.cli.lazy import LazyGroup
 from tokenspeed.cli.output import print_json, print_table
 from tokenspeed.config_sources import allowed_plugins
 from tokenspeed.kernels.operators import OPERATORS
@@ -15,11 +17,29 @@ from tokenspeed.kernels.spec import KernelSpec
 from tokenspeed.plugins import load_plugins
 
 
-@click.command()
+class _ListByDefault(LazyGroup):
+    """A group whose first member is meant when the first word names none: `tokenspeed kernels gemm.linear`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Put `list` before what is no subcommand and no call for help."""
+        if not args or (args[0] not in self.list_commands(ctx) and args[0] not in ("-h", "--help")):
+            args = ["list", *args]
+        return super().parse_args(ctx, args)
+
+
+@click.group(cls=_ListByDefault, lazy=KERNELS_COMMANDS)
+def kernels() -> None:
+    """List the installed kernels, or prove what they claim.
+
+    `tokenspeed kernels` alone, or with the name of an operator, lists.
+    """
+
+
+@click.command(name="list")
 @click.argument("operator", required=False)
 @click.option("--plugins", "names", metavar="A,B|none", help="Load only these plugins; none loads no plugin.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def kernels(operator: str | None, names: str | None, as_json: bool) -> None:
+def list_kernels(operator: str | None, names: str | None, as_json: bool) -> None:
     """List the installed kernels, or those of one OPERATOR: what each needs, declares and follows."""
     if operator is not None and operator not in OPERATORS:
         raise click.UsageError(f"{operator!r} is not an operator; the operators are {', '.join(OPERATORS)}")
@@ -66,6 +86,7 @@ def spec_dict(spec: KernelSpec) -> dict[str, Any]:
         "traits": {name: sorted(values, key=str) for name, values in sorted(spec.traits.items())},
         "priority": spell_priority(spec.priority),
         "bit_order": spec.bit_order,
+        "waivers": dict(spec.waivers),
     }
 
 

@@ -25,6 +25,8 @@ def plugins(names: str | None, as_json: bool) -> None:
     for report in host.reports:
         if report.error:
             click.echo(f"{report.name}: {report.error}")
+        for waiver in report.waivers:
+            click.echo(f"{report.name}: {waiver}")
 
 
 def _registered(report: PluginReport) -> str:

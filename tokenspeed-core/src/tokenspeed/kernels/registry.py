@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from tokenspeed.errors import PluginError
 from tokenspeed.kernels.operators import OPERATORS, Operator
-from tokenspeed.kernels.spec import KernelSpec, MachineRequirement
+from tokenspeed.kernels.spec import WEIGHT_FORMAT, KernelSpec, MachineRequirement, StoredPart
+from tokenspeed.testing.names import waiver_faults
 
 if TYPE_CHECKING:
     from tokenspeed.plugins import PluginHost, PluginReport
@@ -124,6 +125,14 @@ def _target_faults(spec: KernelSpec) -> Iterator[str]:
 
 
 def _table_faults(spec: KernelSpec) -> Iterator[str]:
+    if not isinstance(spec.waivers, Mapping):
+        yield f"waivers is {spec.waivers!r}, not a mapping from check to reason"
+    elif isinstance(spec.features, frozenset):
+        yield from waiver_faults(spec)
+    if not isinstance(spec.stored, tuple) or not all(isinstance(part, StoredPart) for part in spec.stored):
+        yield f"stored is {spec.stored!r}, not a tuple of StoredPart"
+    elif spec.stored and (spec.prepare_weights is None or WEIGHT_FORMAT not in spec.traits):
+        yield f"stored needs the trait {WEIGHT_FORMAT}, and prepare_weights to read the stored tensors"
     if not isinstance(spec.features, frozenset) or not all(isinstance(name, str) for name in spec.features):
         yield f"features is {spec.features!r}, not a frozenset of names"
     if not isinstance(spec.traits, Mapping) or not all(isinstance(v, frozenset) for v in spec.traits.values()):

@@ -17,6 +17,9 @@ from tokenspeed.machine import Machine
 BATCH_INVARIANT = "batch_invariant"
 """Feature: a row's bits are a function of that row (its KV, the weights) alone. See `docs/concepts/numerics.md`."""
 
+WEIGHT_FORMAT = "weight_format"
+"""Trait: how a quantised checkpoint stores the weights that a kernel reads (`quant_method`, or `quant_method:format`)."""
+
 TraitValue = str | int
 
 

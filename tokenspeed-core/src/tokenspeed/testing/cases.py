@@ -94,7 +94,8 @@ class RowCase:
         with circumstances(threads=side.threads, fresh=side.fresh):
             packed = self._packed(subject)
             for units in side.calls:
-                out = [tensor.to("cpu") for tensor in subject.call(self._call(subject, packed, units, side.layout))]
+                found = subject.call(self._call(subject, packed, units, side.layout))
+                out = [_without_payload(self.recipe.operator, tensor.to("cpu")) for tensor in found]
                 for at, unit in enumerate(units):
                     results[unit] = tuple(tensor[at] for tensor in out)
         return results
@@ -118,6 +119,12 @@ class RowCase:
         index = torch.tensor(units, dtype=torch.int64)
         rows = {role: place(value[index].to(subject.device), layout).view for role, value in self.by_row.items()}
         return {**packed, **rows}
+
+
+def _without_payload(operator: str, tensor: torch.Tensor) -> torch.Tensor:
+    """`sampling` operators return NaN as a value, "no number", which has no bits of its own."""
+    is_value = operator.startswith("sampling.") and tensor.is_floating_point()
+    return torch.where(tensor.isnan(), torch.nan, tensor) if is_value else tensor
 
 
 def one_call(units: Sequence[int], **more: Any) -> Side:

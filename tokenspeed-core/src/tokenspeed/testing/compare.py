@@ -32,7 +32,7 @@ def error(operator: Operator, out: torch.Tensor, expected: torch.Tensor) -> floa
         return float("inf")
     if not out.dtype.is_floating_point:
         return 0.0 if torch.equal(out, expected) else float("inf")
-    a, b = torch.atleast_1d(out.to(torch.float64)), torch.atleast_1d(expected.to(torch.float64))
+    a, b = _vector(out.to(torch.float64)), _vector(expected.to(torch.float64))
     finite = b.isfinite()
     if not torch.equal(finite, a.isfinite()) or not torch.equal(a[~finite].nan_to_num(), b[~finite].nan_to_num()):
         return float("inf")
@@ -42,6 +42,10 @@ def error(operator: Operator, out: torch.Tensor, expected: torch.Tensor) -> floa
     difference = (a - b).where(finite, 0.0).abs()
     worst = (difference / scale.clamp_min(1e-300)).amax()
     return float(worst)
+
+
+def _vector(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.dim() else tensor.reshape(1)
 
 
 def differing(expected: Results, got: Results, units: Sequence[int]) -> list[int]:
@@ -61,10 +65,10 @@ def spell_difference(expected: Sequence[torch.Tensor], got: Sequence[torch.Tenso
             return f"output {number} is {list(b.shape)} {b.dtype}, expected {list(a.shape)} {a.dtype}"
         if not same_bits(a, b):
             width = a.element_size()
-            left, right = (torch.atleast_1d(x).contiguous().view(torch.uint8).reshape(-1, width) for x in (a, b))
+            left, right = (_vector(x).contiguous().view(torch.uint8).reshape(-1, width) for x in (a, b))
             places = (left != right).any(-1).nonzero().flatten()
             at = int(places[0])
-            old, new = torch.atleast_1d(a).reshape(-1)[at].item(), torch.atleast_1d(b).reshape(-1)[at].item()
+            old, new = _vector(a).reshape(-1)[at].item(), _vector(b).reshape(-1)[at].item()
             same = "" if old != new and old == old else " (the same number in other bits)" if old == new else ""
             count = f"{len(places)} of {a.numel()} differ"
             return f"element {at} of output {number} is {new!r}, expected {old!r}{same}; {count}"
@@ -82,6 +86,11 @@ def is_close_call(reference: Any, arguments: Mapping[str, Any], row: int, chosen
     }
     logits = one["logits"].to(torch.float32)
     if not 0 <= chosen < logits.shape[-1] or float(one["temperature"][0]) == 0:
+        return False
+    # What top-k keeps is exact, ties included.
+    z = logits[0] / one["temperature"][0]
+    better = (z > z[chosen]) | ((z == z[chosen]) & (torch.arange(len(z)) < chosen))
+    if 0 < int(one["top_k"][0]) <= int(better.sum()):
         return False
     logits[0, chosen] += _CLOSE_CALL * max(1.0, float(logits.abs().amax()))
     return int(reference(*{**one, "logits": logits}.values())[0]) == chosen

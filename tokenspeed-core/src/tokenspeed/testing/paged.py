@@ -1,4 +1,4 @@
-"""Cases over the paged KV cache: queries of sequences for `attention.paged`, tokens for `cache.write`.
+"""Cases over the paged KV cache: queries of sequences for attention, tokens for what writes the cache.
 
 A unit is one token of one sequence. Units of a call that follow each other in one sequence make up one chunk of it, so
 an arrangement says what is a decode row and what is a prefill chunk. The cache is filled by the kernel's partner.
@@ -6,7 +6,8 @@ an arrangement says what is a decode row and what is a prefill chunk. The cache 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -26,18 +27,40 @@ _GARBAGE_PAGE = 1 << 30
 _EXTRA_PAGES = 3
 
 
+@dataclass(frozen=True)
+class Family:
+    """The roles of a pair of operators: what is written, by role of the writer, and into which caches."""
+
+    written: tuple[str, ...]
+    caches: tuple[str, ...]
+
+
+_KV = Family(("k", "v"), ("k_cache", "v_cache"))
+_LATENT = Family(("latent",), ("cache",))
+
+FAMILIES = {
+    "attention.paged": _KV,
+    "cache.write": _KV,
+    "attention.mla_paged": _LATENT,
+    "cache.write_latent": _LATENT,
+}
+
+
 class PagedCase:
-    """Sequences with a cache. Sizes: Hq, Hkv, D; scalars: scale, window; `lengths` may be given as a scalar too."""
+    """Sequences with a cache. Sizes: Hq, Hkv, D or Hq, C, R; scalars: window, lengths."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
+        self.family = FAMILIES[recipe.operator]
         sizes = recipe.sizes
+        self.kv_heads, self.width = (sizes["Hkv"], sizes["D"]) if self.family is _KV else (1, sizes["C"])
         lengths = tuple(recipe.scalars.get("lengths", LENGTHS))
         self.lengths = (*lengths, LOUD_LENGTH)
         self.tokens = [(s, p) for s, length in enumerate(self.lengths) for p in range(length)]
         self.starts = [sum(self.lengths[:s]) for s in range(len(self.lengths))]
         generator = generator_of(recipe)
-        shapes = {"q": (sizes["Hq"], sizes["D"]), "k": (sizes["Hkv"], sizes["D"]), "v": (sizes["Hkv"], sizes["D"])}
+        entry = (self.kv_heads, self.width) if self.family is _KV else (self.width,)
+        shapes = {"q": (sizes["Hq"], self.width), **dict.fromkeys(self.family.written, entry)}
         self.rows: dict[str, torch.Tensor] = {}
         for role, shape in shapes.items():
             values = torch.randn((len(self.tokens), *shape), generator=generator)
@@ -84,33 +107,26 @@ class PagedCase:
             [tables[s][p // PAGE_SIZE] * PAGE_SIZE + p % PAGE_SIZE for s, p in found], dtype=torch.int64
         )
 
-    def empty_caches(self, filler: float, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Two caches that hold `filler` everywhere."""
+    def empty_caches(self, filler: float, device: torch.device) -> dict[str, torch.Tensor]:
+        """The caches by role, holding `filler` everywhere."""
         pages = sum(self.page_counts) + _EXTRA_PAGES
-        shape = (pages, PAGE_SIZE, self.recipe.sizes["Hkv"], self.recipe.sizes["D"])
+        shape = (pages, PAGE_SIZE, self.kv_heads, self.width)
         dtype = getattr(torch, self.recipe.dtypes["kv"])
-        k_cache = torch.full(shape, filler, dtype=dtype, device=device)
-        return k_cache, k_cache.clone()
+        return {role: torch.full(shape, filler, dtype=dtype, device=device) for role in self.family.caches}
 
-    def filled_caches(self, writer: Subject, side: Side) -> tuple[torch.Tensor, torch.Tensor]:
+    def filled_caches(self, writer: Subject, side: Side) -> dict[str, torch.Tensor]:
         """Caches with every token of every sequence in its slot."""
-        k_cache, v_cache = self.empty_caches(side.filler, writer.device)
-        everything = range(len(self.tokens))
-        arguments = {
-            "k": self.rows["k"].to(writer.device),
-            "v": self.rows["v"].to(writer.device),
-            "k_cache": k_cache,
-            "v_cache": v_cache,
-            "slots": self.slots(everything, side.pages).to(writer.device),
-        }
-        writer.call(arguments)
-        return k_cache, v_cache
+        caches = self.empty_caches(side.filler, writer.device)
+        written = {role: self.rows[role].to(writer.device) for role in self.family.written}
+        slots = self.slots(range(len(self.tokens)), side.pages).to(writer.device)
+        writer.call({**written, **caches, "slots": slots})
+        return caches
 
     def attention_arguments(
-        self, units: Sequence[int], side: Side, caches: tuple[torch.Tensor, torch.Tensor]
+        self, units: Sequence[int], side: Side, caches: Mapping[str, torch.Tensor]
     ) -> dict[str, Any]:
-        """The arguments of one call of `attention.paged`."""
-        device = caches[0].device
+        """The arguments of one call of the attention."""
+        device = caches[self.family.caches[0]].device
         chunks = self._chunks(units)
         tables = self.page_tables(side.pages)
         width = max((self.page_counts[s] for s, _, _ in chunks), default=0) + (1 if side.padding else 0)
@@ -131,13 +147,13 @@ class PagedCase:
 
         return {
             "q": place(q.to(device), side.layout).view,
-            "k_cache": caches[0],
-            "v_cache": caches[1],
+            **caches,
             "query_starts": int32(starts, len(starts)),
             "context_lens": int32([end for _, _, end in chunks], len(chunks)),
             "page_tables": int32(filled, len(chunks), width),
-            "scale": self.recipe.sizes["D"] ** -0.5,
+            "scale": self.width**-0.5,
             "window": self.recipe.scalars.get("window", 0),
+            "latent_dim": self.recipe.sizes.get("R", 0),
         }
 
     def _chunks(self, units: Sequence[int]) -> list[tuple[int, int, int]]:
@@ -186,7 +202,7 @@ class WriteCase(PagedCase):
             caches = self.empty_caches(side.filler, subject.device)
             for units in side.calls:
                 subject.call(self._arguments(units, side, caches))
-        return {0: tuple(cache.to("cpu") for cache in caches)}
+        return {0: tuple(cache.to("cpu") for cache in caches.values())}
 
     def arguments(self, subject: Subject, side: Side) -> dict[str, Any]:
         """The arguments of the first call."""
@@ -202,20 +218,16 @@ class WriteCase(PagedCase):
         (out,) = subject.partner.call(self.attention_arguments(everything, side, caches))
         return {unit: (out[unit].to("cpu"),) for unit in self.subjects}
 
-    def _arguments(self, units: Sequence[int], side: Side, caches: tuple[torch.Tensor, torch.Tensor]) -> dict[str, Any]:
-        device = caches[0].device
+    def _arguments(self, units: Sequence[int], side: Side, caches: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        device = caches[self.family.caches[0]].device
         index = torch.tensor(units, dtype=torch.int64)
         slots = self.slots(units, side.pages)
-        k, v = self.rows["k"][index], self.rows["v"][index]
+        written = {role: self.rows[role][index] for role in self.family.written}
         if side.padding:
             # Tokens that go nowhere stand first, in the middle of nothing.
             slots = torch.cat((torch.full((side.padding,), -1, dtype=torch.int64), slots))
-            nowhere = torch.full((side.padding, *k.shape[1:]), torch.nan, dtype=k.dtype)
-            k, v = torch.cat((nowhere, k)), torch.cat((nowhere, v))
-        return {
-            "k": place(k.to(device), side.layout).view,
-            "v": place(v.to(device), side.layout).view,
-            "k_cache": caches[0],
-            "v_cache": caches[1],
-            "slots": slots.to(device),
-        }
+            for role, rows in written.items():
+                nowhere = torch.full((side.padding, *rows.shape[1:]), torch.nan, dtype=rows.dtype)
+                written[role] = torch.cat((nowhere, rows))
+        placed = {role: place(rows.to(device), side.layout).view for role, rows in written.items()}
+        return {**placed, **caches, "slots": slots.to(device)}

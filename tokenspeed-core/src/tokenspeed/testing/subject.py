@@ -17,6 +17,15 @@ from tokenspeed.numerics.plan import import_target
 LAYOUT = "kv_layout"
 
 
+PARTNERS = {
+    "attention.paged": "cache.write",
+    "cache.write": "attention.paged",
+    "attention.mla_paged": "cache.write_latent",
+    "cache.write_latent": "attention.mla_paged",
+}
+"""Operators over the KV cache: who writes what whom reads. Neither can be judged without the other."""
+
+
 class NoPartner(LookupError):
     """A kernel over the KV cache cannot be judged alone, and no other kernel shares its layout."""
 
@@ -37,6 +46,16 @@ class Subject:
         return OPERATORS[self.spec.operator]
 
     @property
+    def is_paged(self) -> bool:
+        """Whether it works on the KV cache."""
+        return self.spec.operator in PARTNERS
+
+    @property
+    def writes_cache(self) -> bool:
+        """Whether its result is what it leaves in the cache."""
+        return self.spec.operator.startswith("cache.")
+
+    @property
     def device(self) -> torch.device:
         """Where it runs."""
         return torch.device(self.spec.machine.device)
@@ -55,7 +74,7 @@ def load_subject(spec: KernelSpec, dtypes: Mapping[str, str], others: Iterable[K
     Raises whatever the import raises, and NoPartner.
     """
     subject = _alone(spec, dtypes)
-    if LAYOUT in OPERATORS[spec.operator].links:
+    if subject.is_paged:
         subject = replace(subject, partner=_partner(spec, dtypes, others))
     return subject
 
@@ -66,27 +85,28 @@ def _alone(spec: KernelSpec, dtypes: Mapping[str, str]) -> Subject:
 
 
 def _partner(spec: KernelSpec, dtypes: Mapping[str, str], others: Iterable[KernelSpec]) -> Subject:
-    wanted = "attention.paged" if spec.operator == "cache.write" else "cache.write"
+    wanted = PARTNERS[spec.operator]
+    has_layout = LAYOUT in OPERATORS[spec.operator].links
     layouts = spec.traits.get(LAYOUT, frozenset())
     # The reference comes first: a pair that is wrong in the same way would agree with itself.
     for other in (*reference_kernels(), *others):
         if (
             other.operator == wanted
             and other.machine.device == spec.machine.device
-            and layouts & other.traits.get(LAYOUT, frozenset())
+            and (not has_layout or layouts & other.traits.get(LAYOUT, frozenset()))
             and any(dict(signature) == dict(dtypes) for signature in other.signatures)
         ):
             return _alone(other, dtypes)
-    raise NoPartner(f"no {wanted} kernel with {LAYOUT} {' or '.join(map(str, sorted(layouts, key=str))) or 'declared'}")
+    named = " or ".join(map(str, sorted(layouts, key=str)))
+    raise NoPartner(f"no {wanted} kernel for these dtypes" + (f" with {LAYOUT} {named or 'declared'}" * has_layout))
 
 
 def reference_subject(operator: str, dtypes: Mapping[str, str], device: str) -> Subject:
     """The reference of an operator, over the reference's own cache."""
     specs = {(spec.operator, spec.machine.device): spec for spec in reference_kernels()}
     subject = _alone(specs[operator, device], dtypes)
-    if LAYOUT in subject.operator.links:
-        partner = "attention.paged" if operator == "cache.write" else "cache.write"
-        subject = replace(subject, partner=_alone(specs[partner, device], dtypes))
+    if subject.is_paged:
+        subject = replace(subject, partner=_alone(specs[PARTNERS[operator], device], dtypes))
     return subject
 
 
