@@ -122,6 +122,16 @@ def soak(session: nox.Session) -> None:
     session.run("tokenspeed", "numerics", "verify", "tiny", "--only", "http-soak", "--soak", seconds, *more)
 
 
+@nox.session(name="flashinfer-signatures")
+def flashinfer_signatures(session: nox.Session) -> None:
+    """Fetch flashinfer's wheel without its dependencies (100 MB) and check our calls against its signatures."""
+    folder = CACHE / "flashinfer"
+    if not list(folder.glob("*.whl")):
+        session.run("pip", "download", "--quiet", "--no-deps", "--dest", str(folder), "flashinfer-python>=0.7")
+    for wheel in folder.glob("*.whl"):
+        session.run("python", "scripts/check_flashinfer_calls.py", str(wheel))
+
+
 @nox.session(name="train-tiny")
 def train_tiny(session: nox.Session) -> None:
     """Train the embedded model anew (about ten minutes on two cores). Name a folder after `--` to leave ours alone."""

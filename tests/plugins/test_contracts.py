@@ -34,7 +34,7 @@ class TestReference(PluginTests):
 
 class TestFlashinfer(PluginTests):
     plugin = "tokenspeed-kernels-flashinfer"
-    import_kernels = False
+    import_kernels = False  # they need flashinfer; tests/plugins/test_flashinfer.py has a stand-in
 
 
 class TestModels(PluginTests):

@@ -42,7 +42,7 @@ KNOWN_DISTRIBUTIONS = (
     KnownDistribution(
         "tokenspeed-kernels-flashinfer",
         "pip install 'tokenspeed[flashinfer]'",
-        operators=frozenset({"norm", "rope", "activation", "cache", "attention", "sampling"}),
+        operators=frozenset({"norm", "rope", "activation", "attention"}),
         devices=frozenset({"cuda"}),
     ),
     KnownDistribution("tokenspeed-models", "pip install 'tokenspeed[models]'"),

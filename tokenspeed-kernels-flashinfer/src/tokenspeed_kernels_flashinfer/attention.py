@@ -1,0 +1,98 @@
+"""`attention.paged` over caches in layout `nhd`, by flashinfer's wrapper for ragged prefill, which decodes as well.
+
+A plan belongs to one batch. It is made for each call: a plan that is kept and taken for another batch of the same
+addresses would be silently wrong.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flashinfer
+import torch
+
+from tokenspeed.kernels.operators import PAGE_SIZE
+from tokenspeed_kernels_flashinfer.rows import check_dtype
+
+WORKSPACE_BYTES = 128 << 20
+"""What flashinfer's documentation asks for: room for the partial results of split rows."""
+
+_workspaces: dict[torch.device, torch.Tensor] = {}
+
+
+def paged(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    query_starts: torch.Tensor,
+    context_lens: torch.Tensor,
+    page_tables: torch.Tensor,
+    scale: float,
+    window: int = 0,
+) -> torch.Tensor:
+    """Causal attention of q [T,Hq,D]: [T,Hq,D]; rows past query_starts[-1] are zero. Keys may be split."""
+    return _attend(q, k_cache, v_cache, query_starts, context_lens, page_tables, scale, window, unsplit=False)
+
+
+def paged_unsplit(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    query_starts: torch.Tensor,
+    context_lens: torch.Tensor,
+    page_tables: torch.Tensor,
+    scale: float,
+    window: int = 0,
+) -> torch.Tensor:
+    """The same with the keys of a row in one piece, however few rows there are."""
+    return _attend(q, k_cache, v_cache, query_starts, context_lens, page_tables, scale, window, unsplit=True)
+
+
+def _attend(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    query_starts: torch.Tensor,
+    context_lens: torch.Tensor,
+    page_tables: torch.Tensor,
+    scale: float,
+    window: int,
+    *,
+    unsplit: bool,
+) -> torch.Tensor:
+    check_dtype("q", q)
+    check_dtype("k_cache", k_cache, q)
+    _, num_heads, head_dim = q.shape
+    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    rows = int(query_starts[-1])
+    if not rows:
+        return out
+    pages = (context_lens + (PAGE_SIZE - 1)) // PAGE_SIZE
+    page_starts = torch.nn.functional.pad(pages.cumsum(0), (1, 0)).to(torch.int32)
+    in_use = torch.arange(page_tables.shape[1], device=q.device) < pages.unsqueeze(-1)
+    wrapper: Any = flashinfer.BatchPrefillWithPagedKVCacheWrapper(_workspace(q.device), "NHD")
+    wrapper.plan(
+        query_starts,
+        page_starts,
+        page_tables[in_use],
+        (context_lens - 1) % PAGE_SIZE + 1,
+        num_heads,
+        k_cache.shape[2],
+        head_dim,
+        PAGE_SIZE,
+        causal=True,
+        sm_scale=scale,
+        # flashinfer counts the keys before a query, the operator counts the query itself, too.
+        window_left=window - 1 if window else -1,
+        q_data_type=q.dtype,
+        kv_data_type=k_cache.dtype,
+        disable_split_kv=unsplit,
+    )
+    out[:rows] = wrapper.run(q[:rows].contiguous(), (k_cache, v_cache))
+    return out
+
+
+def _workspace(device: torch.device) -> torch.Tensor:
+    if device not in _workspaces:
+        _workspaces[device] = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+    return _workspaces[device]
