@@ -65,6 +65,27 @@ MODELS: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
             },
         },
     ),
+    "longcat-flash": (
+        "LongcatFlash",
+        CORE,
+        {
+            "num_hidden_layers": 4,
+            "num_layers": 2,
+            "num_key_value_heads": 6,
+            "ffn_hidden_size": 160,
+            "intermediate_size": 160,
+            "n_routed_experts": 7,
+            "zero_expert_num": 5,
+            "moe_topk": 4,
+            "expert_ffn_hidden_size": 40,
+            "kv_lora_rank": 24,
+            "q_lora_rank": 40,
+            "qk_nope_head_dim": 20,
+            "qk_rope_head_dim": 8,
+            "head_dim": 8,
+            "v_head_dim": 12,
+        },
+    ),
     "mixtral": ("Mixtral", CORE, {"num_local_experts": 5, "num_experts_per_tok": 2}),
 }
 
@@ -76,10 +97,10 @@ def with_ties(source: Path, folder: Path) -> Path:
     """
     shutil.copytree(source, folder)
     tensors = load_file(folder / "model.safetensors")
-    gates = [name for name in tensors if name.endswith(".gate.weight")]
+    gates = [name for name in tensors if name.endswith((".gate.weight", ".classifier.weight"))]
     assert gates
     for name in gates:
-        bias = tensors.get(name.replace("weight", "e_score_correction_bias"))
+        bias = tensors.get(name.replace("classifier.weight", "weight").replace("weight", "e_score_correction_bias"))
         gate = tensors[name] = tensors[name] if bias is None else tensors[name].float()
         gate[1::2] = gate[0::2][: len(gate[1::2])]
         gate.view(torch.int16 if gate.dtype == torch.bfloat16 else torch.int32)[3::4] ^= 1

@@ -82,7 +82,7 @@ def test_merged_projections_are_their_parts() -> None:
 
 def test_registry_finds_and_refuses() -> None:
     registry = ModelRegistry(tokenspeed_models(), broken=["plugin bad (bad 1.0) is broken: ImportError: no"])
-    assert registry.architectures == ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+    assert registry.architectures == tuple(sorted(profile.architecture for profile in tokenspeed_models()))
     assert registry.embedded == {"tiny": "tokenspeed_models:tiny"}
     profile = registry.find("LlamaForCausalLM")
     assert isinstance(profile, ModelProfile)

@@ -62,4 +62,11 @@ def tokenspeed_models() -> Iterable[ModelProfile]:
             _MOE_SWITCHES | {"yarn_ramp_mask_device"},
             bit_order="tokenspeed-models/deepseek_v3@1",
         ),
+        ModelProfile(
+            "LongcatFlashForCausalLM",
+            "tokenspeed_models.longcat_flash:LongcatFlashForCausalLM",
+            _VERIFIED,
+            _MOE_SWITCHES | {"yarn_ramp_mask_device", "mla_lora_scale"},
+            bit_order="tokenspeed-models/longcat_flash@1",
+        ),
     ]

@@ -27,6 +27,7 @@ from tokenspeed.kernels.case import (
     need,
     running,
 )
+from tokenspeed.kernels.moe_cases import grouped_experts, latent_decode, routing
 from tokenspeed.kernels.sampling_cases import block_sums, logprobs, sampling
 
 PROJECTIONS = ((1024, 4096), (2048, 1024), (1024, 6144), (3072, 1024), (1024, 151936), (4096, 14336))
@@ -182,6 +183,9 @@ CASES: Mapping[str, Callable[[Sequence[int], torch.dtype], Iterator[Case]]] = {
     "activation.silu_and_mul": _silu,
     "cache.write": writing,
     "attention.paged": decode_and_prefill,
+    "attention.mla_paged": latent_decode,
+    "moe.route": routing,
+    "moe.experts": grouped_experts,
     "sampling.block_sumexp": block_sums,
     "sampling.logprobs": logprobs,
     "sampling.sample": sampling,

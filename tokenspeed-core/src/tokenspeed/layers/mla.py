@@ -16,7 +16,7 @@ from tokenspeed.engine.batch import ForwardBatch
 from tokenspeed.layers.attention import CachedAttention, KVSpec
 from tokenspeed.layers.context import LayerContext
 from tokenspeed.layers.linear import Linear
-from tokenspeed.layers.norm import RMSNorm
+from tokenspeed.layers.norm import RMSNorm, ScaledRMSNorm
 from tokenspeed.layers.rope import RotaryEmbedding
 from tokenspeed.layers.weights import WeightLayer
 
@@ -88,7 +88,9 @@ class LatentAttention(CachedAttention):
     `kv_a_layernorm`, `kv_b_proj`, `o_proj`.
 
     `layer` is the index into `ForwardBatch.kv_caches`; `scale` multiplies the scores. The norms of the latents have an
-    epsilon of their own, which no configuration states.
+    epsilon of their own, which no configuration states. `lora_scales` multiply the queries after `q_b_proj` and the
+    latent after its norm (LongCat-Flash): the switch `mla_lora_scale` decides whether as operations of their own
+    (`runtime`), or folded into the norms' weights.
     """
 
     def __init__(
@@ -102,6 +104,7 @@ class LatentAttention(CachedAttention):
         scale: float,
         norm_eps: float,
         bias: bool = False,
+        lora_scales: tuple[float, float] | None = None,
     ) -> None:
         super().__init__()
         self.layer = layer
@@ -109,15 +112,22 @@ class LatentAttention(CachedAttention):
         self.rotary = rotary
         self.scale = scale
         self.kv_spec = KVSpec(1, shape.entry_dim, ctx.dtype, latent=True)
+        folded = lora_scales is not None and ctx.switches.get("mla_lora_scale", "folded") == "folded"
+        self.lora_scales = None if folded else lora_scales
+
+        def latent_norm(size: int, scale: float) -> RMSNorm:
+            return ScaledRMSNorm(ctx, size, norm_eps, scale) if folded else RMSNorm(ctx, size, norm_eps)
+
+        q_scale, kv_scale = lora_scales or (1.0, 1.0)
         query_size = shape.num_heads * (shape.nope_dim + shape.rope_dim)
         if shape.q_lora_rank is None:
             self.q_proj = Linear(ctx, hidden_size, query_size)
         else:
             self.q_a_proj = Linear(ctx, hidden_size, shape.q_lora_rank, bias=bias)
-            self.q_a_layernorm = RMSNorm(ctx, shape.q_lora_rank, norm_eps)
+            self.q_a_layernorm = latent_norm(shape.q_lora_rank, q_scale)
             self.q_b_proj = Linear(ctx, shape.q_lora_rank, query_size)
         self.kv_a_proj_with_mqa = Linear(ctx, hidden_size, shape.entry_dim, bias=bias)
-        self.kv_a_layernorm = RMSNorm(ctx, shape.kv_lora_rank, norm_eps)
+        self.kv_a_layernorm = latent_norm(shape.kv_lora_rank, kv_scale)
         self.kv_b_proj = LatentProjection(ctx, shape)
         self.o_proj = Linear(ctx, shape.num_heads * shape.value_dim, hidden_size, bias=bias)
         dtypes = {"x": ctx.dtype, "kv": ctx.dtype}
@@ -135,6 +145,8 @@ class LatentAttention(CachedAttention):
             q = self.q_proj(x)
         else:
             q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+        if self.lora_scales is not None:
+            q = q * self.lora_scales[0]
         return q.view(len(x), self.shape.num_heads, -1)
 
     def forward(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
@@ -143,8 +155,11 @@ class LatentAttention(CachedAttention):
         q_nope, q_rope = torch.split(self.project_queries(x), [shape.nope_dim, shape.rope_dim], dim=-1)
         latent, k_rope = torch.split(self.kv_a_proj_with_mqa(x), [shape.kv_lora_rank, shape.rope_dim], dim=-1)
         q_rope, k_rope = self.rotary(q_rope, k_rope.unsqueeze(1), batch.positions)
+        latent = self.kv_a_layernorm(latent)
+        if self.lora_scales is not None:
+            latent = latent * self.lora_scales[1]
         cache, _ = batch.kv_caches[self.layer]
-        self.write(torch.cat((self.kv_a_layernorm(latent), k_rope.squeeze(1)), dim=-1), cache, batch.slots)
+        self.write(torch.cat((latent, k_rope.squeeze(1)), dim=-1), cache, batch.slots)
         sums = self.attend(
             torch.cat((self.kv_b_proj.queries(q_nope), q_rope), dim=-1),
             cache,

@@ -34,11 +34,12 @@ class Routing:
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """What a checkpoint calls one expert's projections, and what it calls the block where this is not `mlp`."""
+    """What a checkpoint calls one expert's projections, the router's weight, and the block where this is not `mlp`."""
 
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
+    router: str = "weight"
     block: str | None = None
 
     def rename(self, prefix: str) -> str:
@@ -77,7 +78,9 @@ class Router(WeightLayer):
         self.packed: Any = None
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[tuple[str, TensorTarget]]:
-        yield from super().checkpoint_tensors(self.names.rename(prefix))
+        prefix = self.names.rename(prefix)
+        for name, target in super().checkpoint_tensors(prefix):
+            yield (f"{prefix}.{self.names.router}" if target.parameter == "weight" else name), target
 
     def pack(self) -> None:
         assert self.weight is not None

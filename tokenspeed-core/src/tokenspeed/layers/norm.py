@@ -23,6 +23,17 @@ class RMSNorm(WeightLayer):
         return out
 
 
+class ScaledRMSNorm(RMSNorm):
+    """A norm whose output is multiplied by a constant, which is folded into its weight (rounded) at load."""
+
+    def __init__(self, ctx: LayerContext, size: int, eps: float, scale: float) -> None:
+        super().__init__(ctx, size, eps)
+        self.scale = scale
+
+    def pack(self) -> None:
+        self.weight.data.mul_(self.scale)
+
+
 class ResidualRMSNorm(RMSNorm):
     """Adds a block's output to the residual stream and normalises the sum.
 
