@@ -94,10 +94,14 @@ def test_rl_bitwise_is_planned_with_the_kit(model: MakeModel, trainer: str) -> N
 def test_a_trainers_own_shards_need_a_kernel_that_adds_as_it_does(model: MakeModel) -> None:
     kit = f"{CORE_AND_MODELS},tokenspeed-kernels-aok"
     found = look(model(), numerics="rl-bitwise", trainer="megatron,vocab-shards=2", plugins=kit)
-    (problem,) = found.problems
-    assert "sampling.logprobs" in problem.summary
-    assert "block_order=torch_sum" in problem.summary
-    assert any("declares block_order=aok_tree, and torch_sum is required" in line for line in problem.details)
+    assert not found.problems
+    assert found.selection
+    ((need, chosen),) = [item for item in found.selection.choices.items() if item[0].operator == "sampling.logprobs"]
+    assert chosen.name == "torch.sampling.logprobs"
+    reasons = [verdict.reason for verdict in found.selection.verdicts[need] if verdict.spec.solution == "aok"]
+    assert any("declares block_order=aok_tree, and torch_sum is required" in reason for reason in reasons)
+    of_a_gpu = look(model(), "sm90", numerics="rl-bitwise", trainer="megatron,vocab-shards=2", plugins=kit)
+    assert any("block_order=torch_sum" in problem.summary for problem in of_a_gpu.problems)
 
 
 def test_the_engines_own_operators_need_the_feature_too(model: MakeModel) -> None:

@@ -1,6 +1,7 @@
 """The reference kernels as a plugin: every operator, on any device, in plain torch; chosen only when nothing better is.
 
-They promise nothing: a row's bits may depend on its neighbours, as they do in torch.
+They promise nothing: a row's bits may depend on its neighbours, as they do in torch. Beside them there is one kernel
+that does promise, `torch.sampling.logprobs`: log-probabilities in torch's own order, for trainers that use it.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from collections.abc import Iterable
 
 from tokenspeed.hookspecs import hookimpl
 from tokenspeed.kernels.operators import OPERATORS, Operator
-from tokenspeed.kernels.spec import KernelSpec, MachineRequirement, Priority, TraitValue, trait_table
+from tokenspeed.kernels.spec import BATCH_INVARIANT, KernelSpec, MachineRequirement, Priority, TraitValue, trait_table
 
 TOKENSPEED_API = 1
 
@@ -43,7 +44,21 @@ def _spec(operator: Operator, device: str) -> KernelSpec:
     )
 
 
+_IN_TORCH_ORDER = KernelSpec(
+    name="torch.sampling.logprobs",
+    operator="sampling.logprobs",
+    solution="torch",
+    implementation="tokenspeed.kernels.reference.torch_order:logprobs",
+    signatures=tuple({"logits": dtype} for dtype in DTYPES),
+    machine=MachineRequirement(device="cpu"),
+    features=frozenset({BATCH_INVARIANT}),
+    traits=trait_table({"block_order": {"torch_sum"}}),
+    priority=Priority.REFERENCE,
+    variant="tokenspeed.kernels.reference.torch_order:variant",
+)
+
+
 @hookimpl
 def tokenspeed_kernels() -> Iterable[KernelSpec]:
-    """One kernel for each operator and device."""
-    return [_spec(operator, device) for operator in OPERATORS.values() for device in DEVICES]
+    """One kernel for each operator and device, and the one in torch's order."""
+    return [*(_spec(operator, device) for operator in OPERATORS.values() for device in DEVICES), _IN_TORCH_ORDER]
