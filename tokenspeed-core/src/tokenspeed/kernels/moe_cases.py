@@ -54,7 +54,7 @@ def grouped_experts(rows: Sequence[int], dtype: torch.dtype) -> Iterator[Case]:
         for m in rows:
             x = torch.randn(m, hidden).to(dtype)
             weights, ids = route(torch.randn(m, experts), None, k, "softmax", "torch")
-            used = ids.unique().long()
+            used = torch.unique(ids).long()
             yield Case(
                 need("moe.experts", dtype, "x", "weight", experts=experts, hidden=hidden, intermediate=intermediate),
                 f"E={experts} k={k} H={hidden} F={intermediate} T={m} used={len(used)}",
@@ -82,7 +82,7 @@ def _plain_experts(
     def call(i: int) -> object:
         gate_up, down = layers[i % len(layers)]
         out = torch.zeros_like(x)
-        for expert in ids.unique().tolist():
+        for expert in torch.unique(ids).tolist():
             token, slot = (ids == expert).nonzero(as_tuple=True)
             gate, up = F.linear(x[token], gate_up[expert]).chunk(2, dim=-1)
             y = F.linear(F.silu(gate) * up, down[expert]) * weights[token, slot, None]
