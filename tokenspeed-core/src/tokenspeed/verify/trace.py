@@ -198,7 +198,9 @@ def locate(lab: Lab, reference: Script, tested: Script, index: int) -> Location 
     for position, number, side in sorted(expected.rows.keys() & got.rows.keys()):
         key = position, number, side
         if any(seen != expected.rows[key][0] for seen in got.rows[key]):
-            return Location(position, got.sites[number], side, tuple(lab.kernels("cache.write")))
+            return Location(
+                position, got.sites[number], side, (*lab.kernels("cache.write"), *lab.kernels("cache.write_latent"))
+            )
     return None
 
 
