@@ -150,15 +150,19 @@ def examine(config: EngineConfig, machine: Machine | None = None, *, weights: bo
 
 
 def launch(prepared: Prepared, progress: Progress | None = None) -> Engine:
-    """Import the chosen kernels, load the weights, allocate the KV cache and build the engine."""
+    """Import the chosen kernels, try what they promise, load the weights and build the engine.
+
+    Raises StartRefused when a chosen kernel cannot be imported or breaks a promise that the envelope rests on.
+    """
     from tokenspeed.engine.engine import Engine
     from tokenspeed.loading.update import WeightStaging
 
     report = progress or (lambda _stage, _done, _total: None)
     _import_kernels(prepared, report)
+    proof = _prove_kernels(prepared, report)
     report("loading tokenizer", 0, 0)
     tokenizer = _load_tokenizer(prepared)
-    certificate = _load_weights(prepared, report)
+    certificate = _load_weights(prepared, report).with_kit(proof)
     report("allocating KV cache", 0, 0)
     staging = WeightStaging(prepared.checkpoint, lambda: rebuild(prepared), prepared.machine.device)
     return Engine(
@@ -191,6 +195,19 @@ def _import_kernels(prepared: Prepared, report: Progress) -> None:
     _set_threads(prepared)
     report("importing kernels", 0, 0)
     prepared.plan.bind(prepared.built.context.operations)
+
+
+def _prove_kernels(prepared: Prepared, report: Progress) -> Mapping[str, Any] | None:
+    """The short form of the conformance kit, where kernels must keep a feature; what it found, for the certificate."""
+    if not prepared.plan.numerics.features:
+        return None
+    from tokenspeed.testing.at_start import prove
+
+    report("trying kernels", 0, 0)
+    proof = prove(prepared.plan)
+    if proof.problems:
+        raise StartRefused(proof.problems)
+    return proof.as_dict()
 
 
 def _load_weights(prepared: Prepared, report: Progress, *, rehash: bool = False) -> Certificate:

@@ -88,6 +88,10 @@ class Certificate:
         """The certificate with what a harness found, as provenance."""
         return replace(self, provenance=MappingProxyType({**self.provenance, "harness": dict(results)}))
 
+    def with_kit(self, proof: Mapping[str, Any] | None) -> Certificate:
+        """The certificate with what the conformance kit found at start, as provenance; None where it did not run."""
+        return replace(self, provenance=MappingProxyType({**self.provenance, "kit": dict(proof) if proof else None}))
+
     def as_dict(self) -> dict[str, Any]:
         """The whole certificate as plain data."""
         return {

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from tokenspeed.kernels.operators import OPERATORS
-from tokenspeed.testing.inputs import NEIGHBOURS, SUBJECTS, Recipe, make_rows
+from tokenspeed.testing.inputs import NEIGHBOURS, Recipe, make_rows, subjects_of
 from tokenspeed.testing.memory import Fresh, Layout, circumstances, place
 from tokenspeed.testing.subject import Subject
 
@@ -73,8 +73,9 @@ class Case(Protocol):
 class RowCase:
     """Rows of an operator whose arguments are by row or shared."""
 
-    def __init__(self, recipe: Recipe, count: int = SUBJECTS + NEIGHBOURS) -> None:
+    def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
+        count = subjects_of(recipe) + NEIGHBOURS
         self.shared, self.by_row = make_rows(recipe, count)
         self.count = count
 

@@ -18,16 +18,17 @@ import torch
 from tokenspeed.kernels.spec import BATCH_INVARIANT, KernelSpec
 from tokenspeed.testing.cases import Case, Results, RowCase, Side, each_alone, one_call
 from tokenspeed.testing.compare import differing, error, is_close_call, spell_difference, tolerance
-from tokenspeed.testing.inputs import CHARACTERS, LOUD, SCALAR_TRAITS, Recipe, recipes
+from tokenspeed.testing.inputs import CANCEL, CHARACTERS, LOUD, SCALAR_TRAITS, SUBJECTS, Recipe, recipes
 from tokenspeed.testing.memory import Placed, as_bytes, circumstances, place
 from tokenspeed.testing.paged import FAMILIES, AttentionCase, WriteCase
 from tokenspeed.testing.probes import order_probes, probes
 from tokenspeed.testing.subject import Subject, reference_subject
 
+FEW = 2 * SUBJECTS
+"""Units that are computed one by one again and again."""
+
 BATCH_SIZES = (2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 128, 129, 257, 300)
 """Rows in a call: around the sizes at which kernels were seen to change their tiles."""
-
-SHORT_BATCH_SIZES = (2, 4, 9, 17, 33, 65, 257)
 
 FACT_AXES = {
     "experts": "E",
@@ -65,20 +66,16 @@ class Fault:
 
 @dataclass(frozen=True)
 class Workload:
-    """How much is tried. `shapes` replaces the kit's own sizes (the shapes of a model), by operator."""
+    """How much is tried: rows in a call, one recipe (`few`) or all, sizes of a model (`shapes`) or the kit's own."""
 
-    short: bool = False
+    batch_sizes: Sequence[int] = BATCH_SIZES
+    few: bool = False
     shapes: tuple[Mapping[str, int], ...] = ()
-
-    @property
-    def batch_sizes(self) -> Sequence[int]:
-        """Rows in a call."""
-        return SHORT_BATCH_SIZES if self.short else BATCH_SIZES
 
     def recipes(self, subject: Subject, characters: Sequence[str] = CHARACTERS) -> Iterator[Recipe]:
         """The recipes to try, small to large."""
         make = paged_recipes if subject.is_paged else recipes
-        found = make(subject.spec.operator, subject.dtypes, characters=characters, few=self.short)
+        found = make(subject.spec.operator, subject.dtypes, characters=characters, few=self.few)
         declared = (recipe for recipe in found if _is_declared(recipe, subject.spec))
         if self.shapes:
             first = next(declared)
@@ -136,7 +133,7 @@ class Trial:
         if self._first is None:
             recipe = [*self.work.recipes(self.subject, CHARACTERS[:1])][-1]
             case = self.case(recipe)
-            self._first = recipe, case.evaluate(self.subject, self.plain(case))
+            self._first = recipe, case.evaluate(self.subject, self.plain(case, FEW))
         return self._first
 
     @property
@@ -151,11 +148,11 @@ class Trial:
             self._cases[key] = make_case(recipe)
         return self._cases[key]
 
-    def plain(self, case: Case) -> Side:
-        """The side that says what the bits are: every unit alone, on one thread."""
+    def plain(self, case: Case, count: int | None = None) -> Side:
+        """The side that says what the bits are: every unit (or the first `count`) alone, on one thread."""
         paged = self.subject.is_paged and not self.writes_cache
         units = case.subjects if paged else (*case.subjects, *case.neighbours)
-        return each_alone(units, threads=1)
+        return each_alone(units if self.writes_cache else units[:count], threads=1)
 
     def alone(self, case: Case) -> Results:
         """The results of `plain`, computed once."""
@@ -180,7 +177,8 @@ class Trial:
         if wrong := differing(expected, got, units):
             unit = wrong[0]
             detail = spell_difference(expected[unit], got[unit])
-            yield Fault(f"{what}: unit {unit}: {detail}", case.recipe, unit, self.plain(case), side)
+            alone = self.plain(case) if self.writes_cache else each_alone((unit,), threads=1)
+            yield Fault(f"{what}: unit {unit}: {detail}", case.recipe, unit, alone, side)
 
 
 Checker = Callable[[Trial], Iterable[Fault]]
@@ -190,7 +188,7 @@ def agreement(trial: Trial) -> Iterator[Fault]:
     """Every character of values at every size, whole batches, against the reference."""
     for recipe in trial.work.recipes(trial.subject):
         case = trial.case(recipe)
-        yield from _agrees(trial, case, one_call(case.subjects))
+        yield from _agrees(trial, case, one_call(case.subjects if trial.subject.is_paged else case.subjects[:FEW]))
 
 
 def _agrees(trial: Trial, case: Case, side: Side, measure: float | None = None) -> Iterator[Fault]:
@@ -317,10 +315,10 @@ def _shared_memory(
 
 def initialised(trial: Trial) -> Iterator[Fault]:
     """Fresh memory full of NaN, and of large numbers; unwritten cache slots likewise."""
-    for recipe in _one_each(trial):
+    for recipe in _one_each(trial, ("plain",)):
         case = trial.case(recipe)
         # The NaN mode of torch imports its compiler, which takes seconds.
-        kinds = (("large", LOUD),) if trial.work.short else (("nan", float("nan")), ("large", LOUD))
+        kinds = (("large", LOUD),) if trial.work.few else (("nan", float("nan")), ("large", LOUD))
         for fresh, filler in kinds:
             for units in (case.subjects, case.subjects[:1], case.subjects[:3]):
                 side = Side((tuple(units),), fresh=fresh, filler=filler)  # type: ignore[arg-type]
@@ -413,7 +411,7 @@ def traits(trial: Trial) -> Iterator[Fault]:
 
 def batch(trial: Trial) -> Iterator[Fault]:
     """Batches of every size, with every unit in other places and in loud company."""
-    for recipe in _one_each(trial, ("plain", "equal", "large")):
+    for recipe in _one_each(trial, (CANCEL, "plain", "equal")):
         case = trial.case(recipe)
         if isinstance(case, WriteCase):
             yield from _write_orders(trial, case)
@@ -421,6 +419,7 @@ def batch(trial: Trial) -> Iterator[Fault]:
         if isinstance(case, AttentionCase):
             yield from _chunkings(trial, case)
             continue
+        yield from trial.same(case, one_call(case.subjects, threads=1), "all of them in one batch")
         for size in trial.work.batch_sizes:
             for turn, cycle in enumerate(_companies(case)):
                 order = tuple(cycle[(at + size) % len(cycle)] for at in range(size))
@@ -479,10 +478,11 @@ def layout(trial: Trial) -> Iterator[Fault]:
         units = tuple(case.subjects)
         everything = (*units, *case.neighbours)
         calls = (everything,) if trial.writes_cache else (units,)
+        few = units if trial.subject.is_paged else units[:FEW]
         for where in ("offset", "strided"):
             yield from trial.same(case, Side(calls, layout=where, threads=1), f"{where} arguments")
             if not trial.writes_cache:
-                yield from trial.same(case, replace(each_alone(units), layout=where, threads=1), f"{where}, one by one")
+                yield from trial.same(case, replace(each_alone(few), layout=where, threads=1), f"{where}, one by one")
         if isinstance(case, AttentionCase):
             for seed in (1, 2, 3):
                 yield from trial.same(case, Side(calls, pages=seed, threads=1), "pages in another order")
@@ -493,11 +493,6 @@ def layout(trial: Trial) -> Iterator[Fault]:
 
 def history(trial: Trial) -> Iterator[Fault]:
     """Another batch first on freshly packed weights, many calls, and the very first result once more."""
-    recipe, first = trial.first_results()
-    later = trial.alone(trial.case(recipe))
-    if wrong := differing(first, later, tuple(first)):
-        detail = spell_difference(first[wrong[0]], later[wrong[0]])
-        yield Fault(f"the first calls of all gave other bits than later ones: unit {wrong[0]}: {detail}", recipe)
     for recipe in _one_each(trial):
         case = trial.case(recipe)
         units = tuple(case.subjects)
@@ -506,11 +501,18 @@ def history(trial: Trial) -> Iterator[Fault]:
             yield from trial.same(case, Side((everything,) * 3, threads=1), "written three times")
             yield from trial.same(case, trial.plain(case), "again")
             continue
-        many = everything * 6 if not trial.subject.is_paged else everything
-        for what, before in {"a large batch": (many,), "one row": (units[:1],), "many calls": (units,) * 40}.items():
-            calls = (*before, *trial.plain(case).calls)
+        many = everything if trial.subject.is_paged or len(units) > SUBJECTS else everything * 6
+        befores = {"a large batch": (many,), "one row": (units[:1],), "many calls": (units[:SUBJECTS],) * 40}
+        for what, before in [*befores.items()][: 1 if trial.work.few else None]:
+            calls = (*before, *trial.plain(case, FEW).calls)
             yield from trial.same(case, Side(calls, threads=1), f"after {what}")
         yield from trial.same(case, one_call(units, threads=1), "all together, later")
+    recipe, first = trial.first_results()
+    case = trial.case(recipe)
+    later = case.evaluate(trial.subject, trial.plain(case, FEW))
+    if wrong := differing(first, later, tuple(first)):
+        detail = spell_difference(first[wrong[0]], later[wrong[0]])
+        yield Fault(f"the first calls of all gave other bits than later ones: unit {wrong[0]}: {detail}", recipe)
 
 
 def threads(trial: Trial) -> Iterator[Fault]:
@@ -518,11 +520,11 @@ def threads(trial: Trial) -> Iterator[Fault]:
     for recipe in _one_each(trial):
         case = trial.case(recipe)
         units = (*case.subjects, *case.neighbours) if trial.writes_cache else case.subjects
-        many = tuple(units) * (1 if trial.subject.is_paged else 9)
+        many = tuple(units) * (1 if trial.subject.is_paged or len(units) > SUBJECTS else 9)
         whole, one = Side((many,), threads=1), Side((tuple(units[:1]),), threads=1)
-        for side in (whole,) if trial.writes_cache else (whole, one):
+        for side in (whole,) if trial.writes_cache or trial.work.few else (whole, one):
             expected = case.evaluate(trial.subject, side)
-            for count in (2, 3, 4):
+            for count in (2,) if trial.work.few else (2, 3, 4):
                 other = replace(side, threads=count)
                 got = case.evaluate(trial.subject, other)
                 if wrong := differing(expected, got, trial.compared(case, side)):
@@ -531,7 +533,7 @@ def threads(trial: Trial) -> Iterator[Fault]:
                     return
 
 
-def _one_each(trial: Trial, characters: Sequence[str] = ("plain",)) -> Iterator[Recipe]:
+def _one_each(trial: Trial, characters: Sequence[str] = (CANCEL,)) -> Iterator[Recipe]:
     """Recipes for the checks of bits."""
     return trial.work.recipes(trial.subject, characters)
 

@@ -24,6 +24,13 @@ SUBJECTS = 6
 NEIGHBOURS = 6
 """Loud, special and ordinary rows that only keep them company."""
 
+MANY_SUBJECTS = 2048
+"""For norms in half precision: the sums have no cancellation, and a last bit of fp32 seldom shows in so few bits."""
+
+CANCEL = "cancel"
+"""Values that nearly cancel in pairs: a sum is small beside its terms, so that another order of additions shows even
+after rounding to half precision. Made for comparing bits; no two orders agree well enough for comparing values."""
+
 CHARACTERS = ("plain", "large", "tiny", "zeros", "equal", "spikes")
 
 LOUD = 3e3
@@ -223,15 +230,29 @@ def fill(maker: Maker) -> torch.Tensor:
     dtype = maker.argument.dtype
     if not dtype.startswith("$"):
         raise NoInputs(f"the kit has no inputs for {operator}: it does not know what {role} ({dtype}) may hold")
+    cancels = maker.recipe.character == CANCEL
     if role in ("weight", "bias", *OPERATORS[operator].weights):
         if operator in _AROUND_ONE:
             values = 0.5 + torch.rand(maker.shape, generator=maker.generator)
         else:
             values = maker.normal() * 0.25
+            if cancels and values.dim() > 1:
+                width = values.shape[-1] // 2 * 2
+                values[..., 1:width:2] = values[..., 0:width:2]
     else:
         scale = _ROUTER_SCALE if operator == "moe.route" else _SCALE
         values = characterise(maker.normal(), maker.recipe.character, scale)
+        if cancels:
+            cancel_pairs(values, -1, maker.generator)
     return values.to(getattr(torch, maker.recipe.dtypes[dtype[1:]]))
+
+
+def cancel_pairs(values: torch.Tensor, axis: int, generator: torch.Generator) -> None:
+    """Make every second entry along `axis` nearly the negative of the one before it."""
+    by_entry = values.movedim(axis, 0)
+    pairs = len(by_entry) // 2
+    first = by_entry[0 : 2 * pairs : 2]
+    by_entry[1 : 2 * pairs : 2] = 2.0**-6 * torch.randn(first.shape, generator=generator) - first
 
 
 def characterise(values: torch.Tensor, character: str, scale: Mapping[str, float]) -> torch.Tensor:
@@ -264,7 +285,13 @@ def scalar(recipe: Recipe, argument: Argument) -> Value:
     raise NoInputs(f"the kit has no inputs for {recipe.operator}: it does not know a value for {argument.role}")
 
 
-def make_rows(recipe: Recipe, count: int = SUBJECTS + NEIGHBOURS) -> tuple[dict[str, Value], dict[str, torch.Tensor]]:
+def subjects_of(recipe: Recipe) -> int:
+    """How many units of a recipe are compared."""
+    is_half = recipe.dtypes.get("x") in ("bfloat16", "float16")
+    return MANY_SUBJECTS if recipe.operator in _AROUND_ONE and is_half else SUBJECTS
+
+
+def make_rows(recipe: Recipe, count: int) -> tuple[dict[str, Value], dict[str, torch.Tensor]]:
     """Shared arguments, and those with one row for each of `count` units; the last ones are loud or not finite."""
     operator = OPERATORS[recipe.operator]
     shared: dict[str, Value] = {}

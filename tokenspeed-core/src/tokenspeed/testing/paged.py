@@ -15,7 +15,7 @@ import torch
 
 from tokenspeed.kernels.operators import PAGE_SIZE
 from tokenspeed.testing.cases import Results, Side
-from tokenspeed.testing.inputs import ATTENTION_SCALE, LOUD, Recipe, characterise, generator_of
+from tokenspeed.testing.inputs import ATTENTION_SCALE, CANCEL, LOUD, Recipe, cancel_pairs, characterise, generator_of
 from tokenspeed.testing.memory import circumstances, place
 from tokenspeed.testing.subject import Subject
 
@@ -68,6 +68,11 @@ class PagedCase:
             if recipe.character == "accumulation":
                 # All keys count alike, so the result is the mean of the values: 1 so often, then 3.
                 values = torch.ones_like(values) if role != "v" else self._steps(values)
+            if recipe.character == CANCEL:
+                # Keys that count nearly alike, and values that cancel from one token to the next.
+                values = values * 0.2
+                if role not in ("q", "k"):
+                    cancel_pairs(values, 0, generator)
             values[self.starts[-1] :] *= LOUD
             self.rows[role] = values.to(getattr(torch, recipe.dtypes["x" if role == "q" else "kv"]))
 
