@@ -37,9 +37,10 @@ print(json.dumps({
 """
 
 
-def elsewhere(model: Path, *, threads: int = 1, isa: str | None = None) -> dict[str, Any]:
+def elsewhere(model: Path, *, threads: int = 1, isa: str | None = None, **variables: str) -> dict[str, Any]:
     """The same items in a new process."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith("TOKENSPEED_")}
+    environ |= variables
     if isa is not None:
         environ["TOKENSPEED_AOK_ISA"] = isa
     done = subprocess.run(
@@ -70,6 +71,14 @@ def test_threads(threads: int, lab: Lab, items: list[Item], same: Any) -> None:
     same(lab, together(items, threads=threads))
 
 
+@pytest.mark.parametrize("threads", [1, 2, 3, 5])
+def test_threads_share_a_long_context(threads: int, lab: Lab, item_of: Any, same: Any) -> None:
+    """Alone, its chunks of keys are spread over threads; in company each thread has a sequence of its own."""
+    long = [item_of(lab, length, length, 6) for length in (480, 300, 256)]
+    for chosen in (long[:1], long):
+        same(lab, together(chosen, threads=threads))
+
+
 def test_a_new_process_with_two_threads(checkpoints: Any, labs: Any) -> None:
     lab = labs("Qwen2")
     found = elsewhere(checkpoints("Qwen2"), threads=2)
@@ -86,6 +95,14 @@ def test_every_instruction_set(isa: str, checkpoints: Any, labs: Any) -> None:
     assert found["digest"] == digest_here(lab, make_items(16, vocab_size=lab.vocab_size, longest=400, output_tokens=12))
     assert found["fingerprint"] == lab.certificate.fingerprint
     assert any(f"TOKENSPEED_AOK_ISA={isa}" in note for note in found["notes"])
+
+
+def test_instruction_set_of_torch(checkpoints: Any, labs: Any) -> None:
+    """What torch itself computes between the operators does not depend on its code paths."""
+    lab = labs("Llama")
+    found = elsewhere(checkpoints("Llama"), threads=2, ATEN_CPU_CAPABILITY="default", MKL_ENABLE_INSTRUCTIONS="AVX")
+    assert found["digest"] == digest_here(lab, make_items(16, vocab_size=lab.vocab_size, longest=400, output_tokens=12))
+    assert found["fingerprint"] == lab.certificate.fingerprint
 
 
 def test_an_instruction_set_that_is_not_there_is_refused(checkpoints: Any) -> None:

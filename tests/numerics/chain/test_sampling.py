@@ -46,3 +46,13 @@ def test_parameters_only_choose_tokens_and_never_change_a_logprob(lab: Lab, item
         by_token.setdefault(outcome.token_ids[0], set()).add(outcome.bits[0])
     assert len(by_token) < len(first)
     assert all(len(found) == 1 for found in by_token.values())
+
+
+def test_alternatives_and_their_ranks(lab: Lab, item_of: Any) -> None:
+    """What is reported beside the token is as reproducible as the token."""
+    ways = [item_of(lab, 5 + i, i, 8, temperature=i % 2, logprobs=top) for i, top in enumerate((1, 5, 20, 3))]
+    plain = [item_of(lab, 9 + i, 50 + i, 8) for i in range(6)]
+    run = lab.run(together([*plain, *ways, *reversed(ways)]))
+    for way, first, second in zip(ways, run.outcomes[6:10], reversed(run.outcomes[10:]), strict=True):
+        assert len(first.alternatives) == 8 * (way.params.logprobs or 0)
+        assert first.alternatives == second.alternatives == lab.alone(way).alternatives

@@ -113,8 +113,8 @@ class Endpoint:
                     bits += part.bits
                     reason = part.finish_reason or reason
                 if leave_after is not None and number + 1 >= leave_after:
-                    return Outcome(tuple(ids), tuple(bits), (), "abort")
-        return Outcome(tuple(ids), tuple(bits), (), reason)
+                    return Outcome(tuple(ids), tuple(bits), finish_reason="abort")
+        return Outcome(tuple(ids), tuple(bits), finish_reason=reason)
 
     def many_in_turn(self, items: list[Item]) -> Iterator[Outcome]:
         """All items, one after another."""
@@ -211,8 +211,8 @@ def _outcome(choice: dict[str, Any], usage: dict[str, Any]) -> Outcome:
         tuple(_token_id(token) for token in tokens),
         tuple(float_bits(value) for value in values),
         prompt,
-        choice.get("finish_reason"),
-        int(details.get("cached_tokens") or 0),
+        finish_reason=choice.get("finish_reason"),
+        cached_tokens=int(details.get("cached_tokens") or 0),
     )
 
 

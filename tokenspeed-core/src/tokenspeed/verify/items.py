@@ -50,12 +50,14 @@ class Item:
 class Outcome:
     """A reply as bits: `bits[i]` is the fp32 pattern of the logprob of `token_ids[i]`.
 
-    `prompt_bits` holds those of the prompt's tokens from the second on, where they were asked for.
+    `prompt_bits` holds those of the prompt's tokens from the second on, where they were asked for, and `alternatives`
+    (token id, fp32 pattern, rank) of every alternative of every token. What a server does not report stays empty.
     """
 
     token_ids: tuple[int, ...] = ()
     bits: tuple[int, ...] = ()
     prompt_bits: tuple[int, ...] = ()
+    alternatives: tuple[tuple[int, int, int], ...] = ()
     finish_reason: str | None = None
     cached_tokens: int = 0
     preemptions: int = 0
@@ -68,6 +70,7 @@ class Collector:
         self._ids: list[int] = []
         self._bits: list[int] = []
         self._prompt: list[int] = []
+        self._alternatives: list[tuple[int, int, int]] = []
         self._last = TokenUpdate(id="")
 
     @property
@@ -80,6 +83,9 @@ class Collector:
         self._ids += update.token_ids
         self._bits += [float_bits(entry.token.logprob) for entry in update.logprobs or ()]
         self._prompt += _prompt_bits(update.prompt_logprobs or ())
+        self._alternatives += [
+            (other.id, float_bits(other.logprob), other.rank) for entry in update.logprobs or () for other in entry.top
+        ]
         self._last = update
 
     def outcome(self) -> Outcome:
@@ -89,6 +95,7 @@ class Collector:
             tuple(self._ids),
             tuple(self._bits),
             tuple(self._prompt),
+            tuple(self._alternatives),
             last.finish_reason,
             last.cached_tokens,
             last.preemptions,
@@ -119,7 +126,7 @@ class Difference:
     `length`: one reply ends and the other goes on.
     """
 
-    what: Literal["logprob", "token", "length", "prompt logprob", "logits"]
+    what: Literal["logprob", "token", "length", "prompt logprob", "logits", "alternative"]
     position: int
     expected: str
     got: str
@@ -140,11 +147,20 @@ def first_difference(item: Item, expected: Outcome, got: Outcome) -> Difference 
             return Difference("token", start + i, str(expected.token_ids[i]), str(got.token_ids[i]))
         if i < min(len(expected.bits), len(got.bits)) and expected.bits[i] != got.bits[i]:
             return Difference("logprob", start + i, _shown(expected.bits[i]), _shown(got.bits[i]))
+    if expected.alternatives and got.alternatives and expected.alternatives != got.alternatives:
+        return _alternative(item, expected, got)
     sizes = [(len(o.token_ids), len(o.bits), len(o.prompt_bits), o.finish_reason) for o in (expected, got)]
     if sizes[0] != sizes[1]:
         shown = [f"{tokens} tokens ({reason}), {bits + prompt} logprobs" for tokens, bits, prompt, reason in sizes]
         return Difference("length", start + min(sizes[0][0], sizes[1][0]), *shown)
     return None
+
+
+def _alternative(item: Item, expected: Outcome, got: Outcome) -> Difference:
+    """The first alternative that differs, when tokens and their own logprobs agree."""
+    pairs = enumerate(zip(expected.alternatives, got.alternatives, strict=False))
+    index, (a, b) = next(((i, pair) for i, pair in pairs if pair[0] != pair[1]), (0, ((), ())))
+    return Difference("alternative", len(item.prompt) + index // (item.params.logprobs or 1), str(a), str(b))
 
 
 def _shown(bits: int) -> str:
@@ -155,7 +171,8 @@ def result_digest(outcomes: Iterable[tuple[Item, Outcome]]) -> str:
     """SHA-256 (hex) over names, token ids and logprob bits: equal digests, equal bits, wherever they were computed."""
     digest = hashlib.sha256()
     for item, outcome in sorted(outcomes, key=lambda pair: pair[0].name):
-        digest.update(repr((item.name, outcome.token_ids, outcome.bits, outcome.prompt_bits)).encode())
+        reply = (item.name, outcome.token_ids, outcome.bits, outcome.prompt_bits, outcome.alternatives)
+        digest.update(repr(reply).encode())
     return digest.hexdigest()
 
 
@@ -185,7 +202,9 @@ def make_items(count: int, *, vocab_size: int, longest: int, output_tokens: int,
         output = min(output_tokens, longest - 1)
         length = min(_LENGTHS[index % len(_LENGTHS)], longest - output)
         prompt = tuple(source.randrange(vocab_size) for _ in range(length))
-        items.append(make_item(f"{index}:{kind}", prompt, source.getrandbits(63), output, **params))
+        # Every third reports alternatives too, whose ranks and ties must not change either.
+        top = 3 if index % 3 == 0 else 0
+        items.append(make_item(f"{index}:{kind}", prompt, source.getrandbits(63), output, logprobs=top, **params))
     return items
 
 

@@ -106,6 +106,12 @@ class Stage:
         """Items with short outputs, to fill large batches."""
         return make_items(24, vocab_size=self.lab.vocab_size, longest=128, output_tokens=self.work.batch_tokens, seed=2)
 
+    @cached_property
+    def long(self) -> Item:
+        """A context long enough that threads share it when it is alone, and not when it has company."""
+        length = min(self.lab.longest - 24, 950)
+        return make_item("long context", self.tokens(length, 950), 950, 12, temperature=1.0)
+
     def tokens(self, count: int, seed: int) -> list[int]:
         """Random token ids."""
         source = random.Random(seed)
@@ -199,6 +205,7 @@ def _chunks(stage: Stage) -> Iterator[Trial]:
     items = [item for item in stage.items if len(item.prompt) > 1][:16]
     for chunk in stage.work.chunks:
         yield stage.against_alone(together(items, max_chunk=chunk, prefix_caching=False))
+    yield stage.against_alone(together([stage.long], max_chunk=200, prefix_caching=False))
     # A small budget makes the neighbours' tokens decide where a prefill is cut.
     for budget in (37, 64):
         starts = tuple(Start(item, at=2 * i) for i, item in enumerate(items))
@@ -275,7 +282,7 @@ def _later(stage: Stage) -> Iterator[Trial]:
 
 def _threads(stage: Stage) -> Iterator[Trial]:
     for threads in thread_numbers(stage.lab):
-        for items in (stage.items[:8], stage.items[4:5]):
+        for items in (stage.items[:8], stage.items[4:5], [stage.long], [stage.long, *stage.items[:8]]):
             other = int(threads != stage.lab.threads)
             yield stage.against_alone(together(items, threads=threads), {"other numbers of threads": other})
 

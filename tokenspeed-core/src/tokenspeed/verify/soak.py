@@ -112,7 +112,7 @@ def _collect(stage: ServedStage, results: queue.Queue[object]) -> Trial:
         if kind == "left" and outcome.finish_reason == "abort":
             seen["cancelled"] += 1
             count = len(outcome.token_ids)
-            expected = Outcome(expected.token_ids[:count], expected.bits[:count], (), "abort")
+            expected = Outcome(expected.token_ids[:count], expected.bits[:count], finish_reason="abort")
         else:
             seen["complete replies"] += 1
             seen["streams"] += kind != "whole"
