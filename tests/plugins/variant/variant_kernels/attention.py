@@ -9,8 +9,6 @@ import torch
 
 PAGE = 16
 
-_full_pages: dict[int, set[int]] = {}
-
 
 @dataclass
 class Row:
@@ -41,7 +39,9 @@ def stale_write(
     k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor
 ) -> None:
     """Takes a page that was full once for cached, and does not write to it again."""
-    full = _full_pages.setdefault(k_cache.data_ptr(), set())
+    if not hasattr(k_cache, "full_pages"):
+        k_cache.full_pages = set()  # type: ignore[attr-defined]
+    full: set[int] = k_cache.full_pages  # type: ignore[attr-defined]
     keep = torch.tensor([int(slot) // PAGE not in full for slot in slots.tolist()], dtype=torch.bool)
     honest_write(k[keep], v[keep], k_cache, v_cache, slots[keep])
     full.update(int(slot) // PAGE for slot in slots.tolist() if slot % PAGE == PAGE - 1)
