@@ -39,8 +39,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_no_token_differs_and_the_old_forward_can_be_skipped(runs: Path) -> None:
-    rows, weights = train(runs / "bitwise")
-    again, same_weights = train(runs / "recompute", "--old-logprobs", "recompute")
+    rows, weights = train(runs / "bitwise", "--steps", "3")
+    again, same_weights = train(runs / "recompute", "--steps", "3", "--old-logprobs", "recompute")
     for row in (*rows, *again):
         assert int(row["tokens"]) > 200
         assert int(row["differing_tokens"]) == 0
@@ -53,7 +53,7 @@ def test_no_token_differs_and_the_old_forward_can_be_skipped(runs: Path) -> None
 
 
 def test_a_stock_trainer_differs(runs: Path) -> None:
-    rows, _ = train(runs / "stock", "--stock-trainer")
+    rows, _ = train(runs / "stock", "--steps", "1", "--stock-trainer")
     assert all(int(row["differing_tokens"]) > 0 and float(row["max_abs_difference"]) > 0 for row in rows)
 
 
