@@ -1,45 +1,13 @@
 // attention.paged: causal attention of ragged queries over the paged cache. The order of additions is that of
 // docs/design/bits.md; everything else here (tiles, units, threads, prefetches) only decides speed.
 #include "attention_plan.h"
+#include "attention_softmax.h"
 #include "attention_tile.h"
 #include "kernels.h"
-#include "math.h"
 #include "parallel.h"
 
 namespace aok::AOK_NS {
 namespace {
-
-float fma_one(float a, float b, float c) {
-    float lanes[kLanes];
-    store(lanes, fma(set1(a), set1(b), set1(c)));
-    return lanes[0];
-}
-
-// The largest lane; no lane is NaN.
-float fold_max(Vec a) {
-#if defined(AOK_ISA_avx512f) || defined(AOK_ISA_avx512_bf16)
-    return _mm512_reduce_max_ps(a);
-#else
-    float lanes[kLanes];
-    store(lanes, a);
-    float most = lanes[0];
-    for (float lane : lanes) most = lane > most ? lane : most;
-    return most;
-#endif
-}
-
-// Calls f(integer constant N) for N = n, 1 <= n <= MAX.
-template <int N>
-struct Constant {
-    static constexpr int value = N;
-};
-template <int MAX, class F>
-AOK_INLINE void with_constant(int64_t n, const F& f) {
-    if constexpr (MAX > 1) {
-        if (n < MAX) return with_constant<MAX - 1>(n, f);
-    }
-    f(Constant<MAX>{});
-}
 
 // The pages of one chunk of one sequence and head.
 template <class T>
@@ -61,11 +29,6 @@ struct Workspace {
     Array<float> output;        // [rows][padded_d]
     Array<float> maximum, sum;  // [rows]
     Array<bool> started;        // [rows]: some chunk was folded in
-};
-
-// Rows of a block and the keys [begin, end) of a chunk that they see.
-struct BlockSpans {
-    int64_t begin[kBlockRows], end[kBlockRows];
 };
 
 template <class T>
@@ -217,8 +180,8 @@ private:
     // Rows of the next tile when `left` remain: even tiles rather than a thin last one.
     static int64_t tile_rows(int64_t left, int64_t most) { return ceil_div(left, ceil_div(left, most)); }
 
-    void score_block(const uint32_t* q, int64_t q_stride, int64_t row_begin, int64_t row_end, int64_t page_begin, int64_t page_end,
-                     const Chunk<T>& now, const Chunk<T>* ahead, float* s) const {
+    void score_block(const uint32_t* q, int64_t q_stride, int64_t row_begin, int64_t row_end, int64_t page_begin,
+                     int64_t page_end, const Chunk<T>& now, const Chunk<T>* ahead, float* s) const {
         for (int64_t page = page_begin; page < page_end;) {
             const bool wide = page_end - page >= kScorePages;
             for (int64_t row = row_begin; row < row_end;) {
@@ -226,71 +189,20 @@ private:
                 with_constant<kScoreRows>(rows, [&](auto n) {
                     const uint32_t* const* keys = now.keys + page;
                     float* to = s + row * kScoreStride + page * kPageSlots;
+                    const uint32_t* const* more = ahead != nullptr ? ahead->keys + page : nullptr;
+                    const auto score = [&](auto pages, auto prefetching) {
+                        constexpr bool kAhead = prefetching.value != 0;
+                        score_pages<T, n.value, pages.value, kAhead>(keys, more, q + row, q_stride, a_.d, scale_, to);
+                    };
                     if (ahead != nullptr) {
-                        const uint32_t* const* more = ahead->keys + page;
-                        wide ? score_pages<T, n.value, kScorePages, true>(keys, more, q + row, q_stride, a_.d, scale_, to)
-                             : score_pages<T, n.value, 1, true>(keys, more, q + row, q_stride, a_.d, scale_, to);
+                        wide ? score(Constant<kScorePages>{}, Constant<1>{}) : score(Constant<1>{}, Constant<1>{});
                     } else {
-                        wide ? score_pages<T, n.value, kScorePages, false>(keys, nullptr, q + row, q_stride, a_.d, scale_, to)
-                             : score_pages<T, n.value, 1, false>(keys, nullptr, q + row, q_stride, a_.d, scale_, to);
+                        wide ? score(Constant<kScorePages>{}, Constant<0>{}) : score(Constant<1>{}, Constant<0>{});
                     }
                 });
                 row += rows;
             }
             page += wide ? kScorePages : 1;
-        }
-    }
-
-    // Scores of each row to p = exp2(score - maximum), +0 for keys that the row does not see, and the sum of p.
-    static void soften_block(float* s, const BlockSpans& spans, int64_t begin, int64_t end, float* maximum, float* sum) {
-        constexpr int kTogether = 4;  // rows whose chains of operations overlap
-        for (int64_t row = begin; row < end;) {
-            const int64_t rows = smaller(end - row, kTogether);
-            with_constant<kTogether>(rows, [&](auto n) {
-                soften<n.value>(s + row * kScoreStride, spans.begin + row, spans.end + row, maximum + row, sum + row);
-            });
-            row += rows;
-        }
-    }
-
-    // The same for ROWS rows. A NaN score leaves the maximum alone and makes the sum NaN.
-    template <int ROWS>
-    static void soften(float* s, const int64_t* begin, const int64_t* end, float* maximum, float* sum) {
-        const int64_t first = begin[0] / kLanes * kLanes, last = round_up(end[ROWS - 1], kLanes);
-        Vec most[ROWS], lanes[ROWS];
-        for (int r = 0; r < ROWS; ++r) {
-            most[r] = set1(-kInfinity);
-            hide(s + r * kScoreStride, first, begin[r], end[r], last);
-        }
-        for (int64_t i = first; i < last; i += kLanes) {
-#pragma GCC unroll 4
-            for (int r = 0; r < ROWS; ++r) most[r] = max(load(s + r * kScoreStride + i), most[r]);
-        }
-        Vec base[ROWS];
-        for (int r = 0; r < ROWS; ++r) {
-            maximum[r] = fold_max(most[r]);
-            base[r] = set1(maximum[r] == -kInfinity ? 0.0f : maximum[r]);
-            lanes[r] = zero();
-        }
-        for (int64_t i = first; i < last; i += kLanes) {
-#pragma GCC unroll 4
-            for (int r = 0; r < ROWS; ++r) {
-                float* const at = s + r * kScoreStride + i;
-                const Vec p = exp2_nonpositive(sub(load(at), base[r]));
-                keep(at, p);
-                lanes[r] = add(lanes[r], p);
-            }
-        }
-        for (int r = 0; r < ROWS; ++r) sum[r] = fold(lanes[r]);
-    }
-
-    // Scores of the keys [first, begin) and [end, last), whole vectors in all, become -infinity.
-    static void hide(float* s, int64_t first, int64_t begin, int64_t end, int64_t last) {
-        for (int64_t i = first; i < begin; i += kLanes) {
-            keep(s + i, select(first_lanes(smaller(begin - i, kLanes)), set1(-kInfinity), load(s + i)));
-        }
-        for (int64_t i = end / kLanes * kLanes; i < last; i += kLanes) {
-            keep(s + i, select(first_lanes(larger(end - i, 0)), load(s + i), set1(-kInfinity)));
         }
     }
 
@@ -334,7 +246,8 @@ private:
         }
     }
 
-    void fold_output(Workspace<T>& w, int64_t row, const float* chunk_output, float old_factor, float new_factor) const {
+    void fold_output(Workspace<T>& w, int64_t row, const float* chunk_output, float old_factor,
+                     float new_factor) const {
         float* o = w.output.data() + row * padded_d_;
         if (!w.started[row]) {
             std::memcpy(o, chunk_output, static_cast<size_t>(padded_d_) * sizeof(float));
@@ -371,8 +284,8 @@ private:
         }
     }
 
-    void weigh_rows(const Chunk<T>& now, const Chunk<T>* ahead, const float* p, int64_t rows, int64_t begin, int64_t end,
-                    float* out) const {
+    void weigh_rows(const Chunk<T>& now, const Chunk<T>* ahead, const float* p, int64_t rows, int64_t begin,
+                    int64_t end, float* out) const {
         if (begin >= end) return;
         with_constant<kValueRows>(rows, [&](auto n) {
             constexpr int kRows = n.value;

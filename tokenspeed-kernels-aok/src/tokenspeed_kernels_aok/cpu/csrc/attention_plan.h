@@ -110,7 +110,8 @@ private:
                     const int64_t count = smaller(rows_per_group_, rows - first);
                     const int64_t begin = visible_keys(a, b, first / group_size_).begin / kChunkKeys;
                     const int64_t end = ceil_div(visible_keys(a, b, (first + count - 1) / group_size_).end, kChunkKeys);
-                    groups_[next++] = {b, head, smaller(heads, a.kv_heads - head), first, count, begin, end - begin, -1};
+                    const int64_t taken = smaller(heads, a.kv_heads - head);
+                    groups_[next++] = {b, head, taken, first, count, begin, end - begin, -1};
                 }
             }
         }

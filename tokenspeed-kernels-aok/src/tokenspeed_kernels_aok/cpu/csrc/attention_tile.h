@@ -65,7 +65,7 @@ AOK_INLINE VecI load_words(const uint32_t* p) { return loadi(reinterpret_cast<co
 // A function of its own: inlined among others, its loop would run out of registers.
 template <class T, int ROWS, int PAGES, bool AHEAD>
 __attribute__((noinline)) void score_pages(const uint32_t* const* keys, const uint32_t* const* ahead, const uint32_t* q,
-                            int64_t q_stride, int64_t d, float scale, float* s) {
+                                           int64_t q_stride, int64_t d, float scale, float* s) {
     Vec acc[ROWS][PAGES];
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; ++r) {
@@ -129,13 +129,13 @@ __attribute__((noinline)) void score_pages(const uint32_t* const* keys, const ui
 template <class T>
 AOK_INLINE void load_columns(const T* row, Vec& first, Vec& second);
 template <>
-inline __attribute__((always_inline)) void load_columns<uint16_t>(const uint16_t* row, Vec& first, Vec& second) {
+AOK_MEMBER void load_columns<uint16_t>(const uint16_t* row, Vec& first, Vec& second) {
     const VecI words = load_words(reinterpret_cast<const uint32_t*>(row));
     first = low_half(words);
     second = high_half(words);
 }
 template <>
-inline __attribute__((always_inline)) void load_columns<float>(const float* row, Vec& first, Vec& second) {
+AOK_MEMBER void load_columns<float>(const float* row, Vec& first, Vec& second) {
     first = load(row);
     second = load(row + kLanes);
 }
@@ -143,14 +143,13 @@ inline __attribute__((always_inline)) void load_columns<float>(const float* row,
 template <class T>
 AOK_INLINE void load_columns(const T* row, int64_t half, Vec& first, Vec& second);
 template <>
-inline __attribute__((always_inline)) void load_columns<uint16_t>(const uint16_t* row, int64_t half, Vec& first,
-                                                                 Vec& second) {
+AOK_MEMBER void load_columns<uint16_t>(const uint16_t* row, int64_t half, Vec& first, Vec& second) {
     const VecI words = as_int(load(reinterpret_cast<const float*>(row), half));
     first = low_half(words);
     second = high_half(words);
 }
 template <>
-inline __attribute__((always_inline)) void load_columns<float>(const float* row, int64_t half, Vec& first, Vec& second) {
+AOK_MEMBER void load_columns<float>(const float* row, int64_t half, Vec& first, Vec& second) {
     first = load(row, half);
     second = load(row + half, half);
 }
@@ -159,8 +158,9 @@ inline __attribute__((always_inline)) void load_columns<float>(const float* row,
 // blocks of columns. values[page] points at the first of these columns in the page's first slot; `half` is 16 for whole
 // blocks (WHOLE), else BLOCKS is 1. Outputs lie as the blocks are loaded: 32 floats a block.
 template <class T, int ROWS, int BLOCKS, bool WHOLE, bool AHEAD>
-__attribute__((noinline)) void weigh_values(const T* const* values, const T* const* ahead, int64_t column, int64_t d, int64_t half,
-                             const float* p, int64_t begin, int64_t end, float* o, int64_t o_stride) {
+__attribute__((noinline)) void weigh_values(const T* const* values, const T* const* ahead, int64_t column, int64_t d,
+                                            int64_t half, const float* p, int64_t begin, int64_t end, float* o,
+                                            int64_t o_stride) {
     Vec acc[ROWS][2 * BLOCKS];
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; ++r) {

@@ -42,9 +42,10 @@ void write(const CacheWriteArgs& a) {
         T* v_page = static_cast<T*>(a.v_cache) + page * a.v_page_stride;
         for (int64_t h = 0; h < a.kv_heads; ++h) {
             const int64_t head = h * kPageSlots * a.d;
-            write_key(static_cast<const T*>(a.k) + t * a.k_token_stride + h * a.k_head_stride, k_page + head, offset, a.d);
-            write_value(static_cast<const T*>(a.v) + t * a.v_token_stride + h * a.v_head_stride,
-                        v_page + head + offset * a.d, a.d);
+            const T* k = static_cast<const T*>(a.k) + t * a.k_token_stride + h * a.k_head_stride;
+            const T* v = static_cast<const T*>(a.v) + t * a.v_token_stride + h * a.v_head_stride;
+            write_key(k, k_page + head, offset, a.d);
+            write_value(v, v_page + head + offset * a.d, a.d);
         }
     });
 }

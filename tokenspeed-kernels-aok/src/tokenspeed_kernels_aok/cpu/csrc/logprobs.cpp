@@ -16,7 +16,9 @@ void block_sums(const BlockSumExpArgs& a) {
         const int64_t row = i / blocks, begin = i % blocks * a.block;
         const int64_t end = begin + a.block < a.vocabulary ? begin + a.block : a.vocabulary;
         const ScaledRow<T> z(static_cast<const T*>(a.logits) + row * a.row_stride, a.temperature[row]);
-        const float sum = z.visit([&](const auto& load) { return sum_exp(load, begin, end, a.row_max[row], [](Vec x) { return exp(x); }); });
+        const auto exponential = [](Vec x) { return exp(x); };
+        const float most = a.row_max[row];
+        const float sum = z.visit([&](const auto& load) { return sum_exp(load, begin, end, most, exponential); });
         a.sums[i] = sum != sum ? bits_float(kCanonicalNaN) : sum;
     });
 }

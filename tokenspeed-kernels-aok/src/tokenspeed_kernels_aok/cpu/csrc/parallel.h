@@ -68,8 +68,8 @@ private:
     mutable int64_t next_ = 0;
 };
 
-// body(take) on up to `threads` threads, denormals off: each takes numbers until they reach `count`. For tasks of unequal
-// length. Who computes what must not decide bits.
+// body(take) on up to `threads` threads, denormals off: each takes numbers until they reach `count`. For tasks of
+// unequal length. Who computes what must not decide bits.
 template <class Body>
 AOK_INLINE void parallel_tasks(int64_t count, int64_t threads, const Body& body) {
     const Tasks take;

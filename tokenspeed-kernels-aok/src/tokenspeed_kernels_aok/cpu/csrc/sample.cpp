@@ -18,7 +18,8 @@ struct Kept {
     // Of the n tokens id .. id + n - 1 with these z.
     AOK_MEMBER Mask of(Vec z, float most, int64_t id, int64_t n) const {
         const Mask above = lt(set1(bound.value), z);
-        const int64_t ties = bound.last_tie - id >= kLanes ? kLanes : (bound.last_tie < id ? 0 : bound.last_tie - id + 1);
+        const int64_t last = bound.last_tie - id;
+        const int64_t ties = last >= kLanes ? kLanes : (last < 0 ? 0 : last + 1);
         const Mask tie = mask_and(eq(z, set1(bound.value)), first_lanes(ties));
         const Mask likely = le(set1(log_min_p), sub(z, set1(most)));
         return mask_and(mask_and(mask_or(above, tie), likely), first_lanes(n));
@@ -39,9 +40,9 @@ struct Best {
 
 // Lanes in which z + gumbel(u) may reach `best`; a lane that is left out cannot, by a wide margin.
 //
-// -log(u) > 1 - u, so gumbel(u) < -log(1 - u): reaching best needs 1 - u < exp(z - best). The power of two compared with
-// is at least 4 * exp(z - best), which leaves 1.38 for rounding. That is plenty while a unit in the last place of z is
-// below 1/2: kMostExact.
+// -log(u) > 1 - u, so gumbel(u) < -log(1 - u): reaching best needs 1 - u < exp(z - best). The power of two compared
+// with is at least 4 * exp(z - best), which leaves 1.38 for rounding. That is plenty while a unit in the last place of
+// z is below 1/2: kMostExact.
 AOK_INLINE Mask may_win(Vec u, Vec z, float best) {
     const Vec shifted = fma(sub(set1(best), z), set1(0x1.715476p0f), set1(kRoundShift));
     const Vec bound = as_float(subi(seti((127 + 3) << 23), shl<23>(as_int(shifted))));
@@ -49,7 +50,7 @@ AOK_INLINE Mask may_win(Vec u, Vec z, float best) {
 }
 constexpr float kMostExact = 0x1p20f;
 
-// The kept token with the largest z + noise, ties to the lowest id. `top` is the token with the largest z, which is kept.
+// The kept token with the largest z + noise, ties to the lowest id. `top`, the token with the largest z, is kept.
 template <class Load>
 int64_t draw(const Load& load, int64_t v, float most, int64_t top, const Kept& kept, const NoiseStream& stream) {
     VecI words[4];

@@ -1,8 +1,8 @@
 // The kept set of top-k and top-p without a sort: a count of every distinct value, read from the largest down.
 //
 // Tokens are ordered by falling z, ties by rising id, and a filter keeps a prefix of that order. The kept set is thus a
-// bound: a value, and how many of the tokens that have exactly this value are in. Weights are integers, so their sums do
-// not depend on the order in which they are added (docs/design/bits.md).
+// bound: a value, and how many of the tokens that have exactly this value are in. Weights are integers, so their sums
+// do not depend on the order in which they are added (docs/design/bits.md).
 //
 // A row of bf16 logits has at most 65,536 distinct values, and division by the temperature keeps their order: one count
 // by value is exact. fp32 values are counted by the upper half of their bits first, then, only inside the bucket that
@@ -69,8 +69,8 @@ struct Prefix {
 template <class T>
 class Selector {
 public:
-    // The bound of top-k (0: none) and then top-p (1 or more: none) for the v logits of a row whose largest z is `most`,
-    // a finite number. No logit is NaN.
+    // The bound of top-k (0: none) and then top-p (1 or more: none) for the v logits of a row whose largest z is
+    // `most`, a finite number. No logit is NaN.
     Bound find(const ScaledRow<T>& row, int64_t v, float most, int64_t top_k, float top_p) {
         if (!counts_.allocated()) allocate();
         const bool limited = top_k > 0 && top_k < v;
@@ -197,8 +197,8 @@ private:
         return keys[0];
     }
 
-    // Moves the counters of the buckets first, first - 1, ..., last into the coarse classes, leaving them zero. A bucket
-    // stands for the value in it that has no low bits: of a negative value the key is the complement.
+    // Moves the counters of the buckets first, first - 1, ..., last into the coarse classes, leaving them zero. A
+    // bucket stands for the value in it that has no low bits: of a negative value the key is the complement.
     void drain_coarse(int64_t first, int64_t last) {
         for (int64_t bucket = first; bucket >= last; --bucket) {
             uint32_t* const banks = counts_.data() + bucket * kBanks;
@@ -248,7 +248,8 @@ private:
             for (int64_t i = 0; i < v; i += kLanes) {
                 const int64_t n = smaller(v - i, kLanes);
                 const VecI keys = order_key(n == kLanes ? load(i) : load(i, n));
-                uint32_t hits = mask_bits(mask_and(eqi(shr<16>(keys), seti(static_cast<int32_t>(bucket))), first_lanes(n)));
+                const Mask inside = eqi(shr<16>(keys), seti(static_cast<int32_t>(bucket)));
+                uint32_t hits = mask_bits(mask_and(inside, first_lanes(n)));
                 if (hits == 0) continue;
                 int32_t lanes[kLanes];
                 storei(lanes, andi(keys, seti(0xffff)));
