@@ -95,7 +95,7 @@ def run_in_process(
     with ExitStack() as stack:
         lab = Lab(config, rehash=rehash)
         # The other process starts while this one works.
-        sizes = {**SERVER_SIZES, "threads": lab.threads}
+        sizes = {**SERVER_SIZES, "max_model_len": lab.longest, "threads": lab.threads}
         server = stack.enter_context(child_server(config, **sizes)) if wants_server else None
         report = verify_engine(lab, work, only=only, listener=display)
         if server is not None:
@@ -128,7 +128,7 @@ def run_in_process(
     return lab, report
 
 
-SERVER_SIZES = {"max_model_len": 1024, "num_kv_pages": 4096, "max_num_seqs": 64}
+SERVER_SIZES = {"num_kv_pages": 4096, "max_num_seqs": 64}
 
 
 def run_against(

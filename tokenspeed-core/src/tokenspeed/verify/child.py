@@ -50,6 +50,8 @@ class ChildServer:
 def child_server(config: EngineConfig, **changes: Any) -> Iterator[ChildServer]:
     """Serve what `config` describes, with `changes`, on a free port of this machine; it ends with the block."""
     options = {**given_options(config), **changes, "host": "127.0.0.1", "port": 0}
+    if "num_kv_pages" in changes:
+        options.pop("kv_cache_memory", None)
     kept = {key: value for key, value in os.environ.items() if not key.startswith(PREFIX) or key in VARIABLES_FOR_TESTS}
     with tempfile.TemporaryDirectory(prefix="tokenspeed-verify-") as folder:
         file, log = Path(folder, "serve.yaml"), Path(folder, "output.txt")
