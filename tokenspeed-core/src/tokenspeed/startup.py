@@ -21,6 +21,7 @@ from tokenspeed.config_sources import VARIABLES_FOR_TESTS, variables_for_tests
 from tokenspeed.errors import CheckpointError, PluginError, Problem, StartRefused
 from tokenspeed.kernels.registry import KernelRegistry
 from tokenspeed.kernels.select import Pins, Selection, select
+from tokenspeed.kernels.spec import WEIGHT_FORMAT, KernelSpec, Need
 from tokenspeed.machine import Machine, read_machine
 from tokenspeed.models.profile import ModelProfile
 from tokenspeed.models.registry import ModelRegistry, model_class
@@ -41,9 +42,6 @@ if TYPE_CHECKING:
 
 Progress = Callable[[str, int, int], None]
 """Called with (what is being done, done, in all); `in all` is 0 when it is not known."""
-
-QUANTISED_OPERATORS = ("gemm.linear", "moe.experts")
-"""Operators whose kernels must read a quantised checkpoint's weight format."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +141,8 @@ def examine(config: EngineConfig, machine: Machine | None = None, *, weights: bo
             selection = select(built.context.needs(), registry, machine, _pins(config, numerics))
             problems += selection.problems
             sizes = _choose_sizes(config, machine, built, problems)
-            if weights and not _is_quantised(checkpoint):
+            _store_as_kernels_read(built.model, selection.choices)
+            if weights and not (weight_format(checkpoint) and selection.problems):
                 _check_weights(checkpoint, built, problems)
             found = replace(found, built=built, selection=selection, sizes=sizes)
     return replace(found, problems=tuple(problems))
@@ -175,8 +174,9 @@ def rebuild(prepared: Prepared) -> CausalLM:
     from tokenspeed.layers.context import LayerContext
 
     old = prepared.built.context
-    context = LayerContext(old.dtype, old.switches, old.features, old.traits)
+    context = LayerContext(old.dtype, old.switches, old.features, old.traits, weight_format=old.weight_format)
     model = _build_model(prepared.checkpoint, prepared.plan.profile, context)
+    _store_as_kernels_read(model, prepared.plan.choices)
     prepared.plan.bind(context.operations)
     return model
 
@@ -358,7 +358,11 @@ def _build_on_meta(
 
     with _collecting(problems):
         dtype = checkpoint.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
-        context = LayerContext(dtype, numerics.switches, numerics.features, _traits(checkpoint, numerics))
+        stored = weight_format(checkpoint)
+        traits = {operator: dict(required) for operator, required in numerics.traits.items()}
+        if stored:
+            traits.setdefault("moe.experts", {})[WEIGHT_FORMAT] = stored
+        context = LayerContext(dtype, numerics.switches, numerics.features, traits, weight_format=stored)
         model = _build_model(checkpoint, profile, context)
         operators = SamplingOperators.ask(
             context,
@@ -376,19 +380,22 @@ def _build_model(checkpoint: Checkpoint, profile: ModelProfile, context: LayerCo
     return model_class(profile)(plain, context)
 
 
-def _is_quantised(checkpoint: Checkpoint) -> bool:
-    return bool(checkpoint.config.get("quantization_config"))
+def weight_format(checkpoint: Checkpoint) -> str:
+    """How a quantised checkpoint stores its weights, as kernels declare it (`fp8`, `method:format`); empty if plain."""
+    quantisation = checkpoint.config.get("quantization_config")
+    if not quantisation:
+        return ""
+    parts = [quantisation.get("quant_method", "unknown"), quantisation.get("format", "")]
+    return ":".join(part for part in parts if part)
 
 
-def _traits(checkpoint: Checkpoint, numerics: ResolvedNumerics) -> Mapping[str, Mapping[str, Any]]:
-    """Trait values required by operator: those of the numerics, and the weight format of a quantised checkpoint."""
-    traits = {operator: dict(required) for operator, required in numerics.traits.items()}
-    if _is_quantised(checkpoint):
-        quantisation = checkpoint.config["quantization_config"]
-        parts = [quantisation.get("quant_method", "unknown"), quantisation.get("format", "")]
-        for operator in QUANTISED_OPERATORS:
-            traits.setdefault(operator, {})["weight_format"] = ":".join(part for part in parts if part)
-    return traits
+def _store_as_kernels_read(model: CausalLM, choices: Mapping[Need, KernelSpec]) -> None:
+    """Let projections hold the tensors that their kernels' weight format has in the place of a weight."""
+    from tokenspeed.layers.linear import Linear
+
+    for _, layer in model.weight_layers():
+        if isinstance(layer, Linear) and (spec := choices.get(layer.linear.need)) and spec.stored:
+            layer.store_as(spec.stored)
 
 
 def _pins(config: EngineConfig, numerics: ResolvedNumerics) -> Pins:

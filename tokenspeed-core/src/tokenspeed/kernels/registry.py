@@ -119,6 +119,8 @@ def _target_faults(spec: KernelSpec) -> Iterator[str]:
         targets.append(("prepare_weights", spec.prepare_weights))
     if spec.variant is not None:
         targets.append(("variant", spec.variant))
+    if spec.quantise is not None:
+        targets.append(("quantise", spec.quantise))
     for field, target in targets:
         if not (isinstance(target, str) and _TARGET.fullmatch(target)):
             yield f"{field} is {target!r}, not 'module:function'"
@@ -131,8 +133,8 @@ def _table_faults(spec: KernelSpec) -> Iterator[str]:
         yield from waiver_faults(spec)
     if not isinstance(spec.stored, tuple) or not all(isinstance(part, StoredPart) for part in spec.stored):
         yield f"stored is {spec.stored!r}, not a tuple of StoredPart"
-    elif spec.stored and (spec.prepare_weights is None or WEIGHT_FORMAT not in spec.traits):
-        yield f"stored needs the trait {WEIGHT_FORMAT}, and prepare_weights to read the stored tensors"
+    elif spec.stored and (None in (spec.prepare_weights, spec.quantise) or WEIGHT_FORMAT not in spec.traits):
+        yield f"stored needs the trait {WEIGHT_FORMAT}, prepare_weights to read the tensors and quantise to make them"
     if not isinstance(spec.features, frozenset) or not all(isinstance(name, str) for name in spec.features):
         yield f"features is {spec.features!r}, not a frozenset of names"
     if not isinstance(spec.traits, Mapping) or not all(isinstance(v, frozenset) for v in spec.traits.values()):

@@ -18,7 +18,7 @@ from tokenspeed.errors import Problem
 from tokenspeed.kernels.operators import OPERATORS
 from tokenspeed.kernels.refusals import link_problem, missing_kernels, pin_problems, unavailable_plugins, unknown_pins
 from tokenspeed.kernels.registry import KernelRegistry
-from tokenspeed.kernels.spec import KernelSpec, Need, Priority, TraitValue, Verdict
+from tokenspeed.kernels.spec import WEIGHT_FORMAT, KernelSpec, Need, Priority, TraitValue, Verdict
 from tokenspeed.machine import Machine
 
 
@@ -98,6 +98,8 @@ def _faults(spec: KernelSpec, need: Need, machine: Machine, pins: Pins) -> Itera
     for feature in sorted(need.features - spec.features):
         declared = ", ".join(sorted(spec.features)) or "no features"
         yield f"lacks the required feature {feature} (declares {declared})"
+    if spec.stored and WEIGHT_FORMAT not in dict(need.traits):
+        yield f"reads weights stored as {_values(spec.traits[WEIGHT_FORMAT])}, and these are plain"
     for name, value in need.traits:
         if name not in spec.traits:
             yield f"does not declare {name}, and {name}={value} is required"

@@ -18,7 +18,7 @@ BATCH_INVARIANT = "batch_invariant"
 """Feature: a row's bits are a function of that row (its KV, the weights) alone. See `docs/concepts/numerics.md`."""
 
 WEIGHT_FORMAT = "weight_format"
-"""Trait: how a quantised checkpoint stores the weights that a kernel reads (`quant_method`, or `quant_method:format`)."""
+"""Trait: how a quantised checkpoint stores the weights a kernel reads: `quant_method`, or `quant_method:format`."""
 
 TraitValue = str | int
 
@@ -86,11 +86,13 @@ class KernelSpec:
     may list several. `bit_order` names the published order of additions that the kernel follows, with its version
     (`aok/gemm.linear@1`); kernels with equal bit orders give equal bits. `variant` is for kernels that choose code when
     they are loaded: the `"module:function"` that names the choice (an instruction set), asked after the implementation
-    was imported. It is provenance, and part of what identifies the bits of a kernel without `bit_order`. `stored` is for
-    kernels of a weight format (trait `weight_format`): the tensors that a checkpoint holds in the place of one weight;
-    `prepare_weights` then gets a mapping from suffix to tensor. `waivers` maps a check of the conformance kit that the
-    kernel does not pass to the written reason, which `tokenspeed plugins` shows. `distribution` and `version` are
-    filled by the host.
+    was imported. It is provenance, and part of what identifies the bits of a kernel without `bit_order`.
+
+    `stored` is for kernels of a weight format (trait `weight_format`): the tensors that a checkpoint holds in the place
+    of one weight. `prepare_weights` then gets a mapping from suffix to tensor, and `quantise` is the
+    `"module:function"` that makes them of a float weight: (mapping from suffix to tensor, the weight as it is read
+    back); the conformance kit needs it. `waivers` maps a check of the kit that the kernel does not pass to the written
+    reason, which `tokenspeed plugins` shows. `distribution` and `version` are filled by the host.
     """
 
     name: str
@@ -106,6 +108,7 @@ class KernelSpec:
     bit_order: str | None = None
     variant: str | None = None
     stored: tuple[StoredPart, ...] = ()
+    quantise: str | None = None
     waivers: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     distribution: str = ""
     version: str = ""

@@ -60,6 +60,7 @@ class LayerContext:
 
     `switches` maps a switch name (`layer_boundary_norm`) to its resolved value; a layer reads the values that concern
     it and keeps them. `features` and `traits` are required of every operator (`traits` by operator name).
+    `weight_format` is how a quantised checkpoint stores the weights of projections; empty where it does not.
     """
 
     dtype: torch.dtype
@@ -67,6 +68,7 @@ class LayerContext:
     features: frozenset[str] = frozenset()
     traits: Mapping[str, Mapping[str, TraitValue]] = field(default_factory=dict)
     operations: list[Operation] = field(default_factory=list)
+    weight_format: str = ""
 
     def operator(
         self,

@@ -39,7 +39,9 @@ class Embedding(WeightLayer):
 
 
 class LMHead(Linear):
-    """Hidden states [R,H] -> logits [R,V] in the model's dtype."""
+    """Hidden states [R,H] -> logits [R,V] in the model's dtype. Weight formats leave it alone."""
+
+    may_be_quantised = False
 
     def __init__(self, ctx: LayerContext, hidden_size: int, vocab_size: int) -> None:
         super().__init__(ctx, hidden_size, vocab_size)

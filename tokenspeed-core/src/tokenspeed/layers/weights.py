@@ -12,6 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+CONVERTED = frozenset({torch.float32, torch.bfloat16, torch.float16})
+"""Dtypes that are converted into each other on loading."""
+
 
 @dataclass(frozen=True)
 class TensorTarget:
@@ -25,6 +28,11 @@ class TensorTarget:
     shape: tuple[int, ...]
     start: int = 0
     index: tuple[int, ...] = ()
+
+    def takes(self, dtype: torch.dtype | None) -> bool:
+        """Whether a tensor of this dtype can fill it: common floats are converted, another dtype must be the same."""
+        own: torch.dtype = getattr(self.layer, self.parameter).dtype
+        return dtype is not None and (dtype == own or {dtype, own} <= CONVERTED)
 
     def fill(self, tensor: torch.Tensor) -> None:
         """Copy `tensor` in, converting its dtype; the layer must be allocated."""

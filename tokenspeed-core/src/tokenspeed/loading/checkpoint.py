@@ -27,6 +27,14 @@ Progress = Callable[[int, int], None]
 WEIGHT_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """Stored dtypes that can be read, by their name in a safetensors header."""
 
+STORED_DTYPES = WEIGHT_DTYPES | {
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "I32": torch.int32,
+    "F8_E4M3": torch.float8_e4m3fn,
+}
+"""The same with the dtypes of weight formats, which are read as they are and never converted."""
+
 REMAP_BYTES = 256 << 20
 """A file is mapped anew after so many bytes, which gives the pages already read back to the system."""
 
@@ -44,7 +52,7 @@ class StoredTensor:
     @property
     def num_bytes(self) -> int:
         """Bytes on disk of a readable dtype."""
-        return torch.Size(self.shape).numel() * WEIGHT_DTYPES[self.dtype].itemsize
+        return torch.Size(self.shape).numel() * STORED_DTYPES[self.dtype].itemsize
 
 
 class Filling:
@@ -150,7 +158,11 @@ class Checkpoint:
         )
         faults += listed(
             "unreadable",
-            [f"{name} is {stored.dtype}" for name, stored, _ in both if stored.dtype not in WEIGHT_DTYPES],
+            [
+                f"{name} is {stored.dtype}"
+                for name, stored, target in both
+                if not target.takes(STORED_DTYPES.get(stored.dtype))
+            ],
         )
         if faults:
             heading = f"{self.folder} does not fit {self.architecture} as its config.json describes it"

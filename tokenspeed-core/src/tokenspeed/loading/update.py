@@ -16,14 +16,14 @@ from types import MappingProxyType
 import torch
 
 from tokenspeed.errors import CheckpointError
-from tokenspeed.loading.checkpoint import WEIGHT_DTYPES, Checkpoint, Filling, listed
+from tokenspeed.loading.checkpoint import STORED_DTYPES, Checkpoint, Filling, listed
 from tokenspeed.models.base import CausalLM
 from tokenspeed.numerics.weights import TensorDigest, WeightsDigest, tensor_digest
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 """A checkpoint's tensors with their names there, in any order."""
 
-_STORED_NAMES = {dtype: name for name, dtype in WEIGHT_DTYPES.items()}
+_STORED_NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class WeightStaging:
             seen[name] += 1
             if tuple(tensor.shape) != target.shape:
                 misshaped.append(f"{name} is {list(tensor.shape)}, the model wants {list(target.shape)}")
-            elif tensor.dtype not in _STORED_NAMES:
+            elif not target.takes(tensor.dtype):
                 unreadable.append(f"{name} is {tensor.dtype}")
             elif seen[name] == 1:
                 yield name, tensor.detach()

@@ -79,6 +79,14 @@ class RowCase:
         self.shared, self.by_row = make_rows(recipe, count)
         self.count = count
 
+    def store_weights(self, subject: Subject) -> None:
+        """Round the weights to what the format of a kernel can hold, so that the reference computes with the same."""
+        for role in OPERATORS[self.recipe.operator].weights if subject.quantise else ():
+            weight = self.shared[role]
+            assert isinstance(weight, torch.Tensor)
+            assert subject.quantise
+            self.shared[role] = subject.quantise(weight)[1].to(weight.dtype)
+
     @property
     def subjects(self) -> tuple[int, ...]:
         """The ordinary rows."""
@@ -110,8 +118,7 @@ class RowCase:
         for role, value in self.shared.items():
             if isinstance(value, torch.Tensor):
                 moved = value.to(subject.device)
-                is_weight = role in OPERATORS[self.recipe.operator].weights and subject.prepare is not None
-                packed[role] = subject.prepare(moved.clone()) if is_weight and subject.prepare else moved
+                packed[role] = subject.pack(moved) if role in OPERATORS[self.recipe.operator].weights else moved
         return packed
 
     def _call(

@@ -29,13 +29,19 @@ class Probe:
     expected: tuple[torch.Tensor, ...]
     measure: float = _EXACT
 
+    def survives(self, subject: Subject) -> bool:
+        """Whether a kernel's weight format can hold the weights of the probe."""
+        if subject.quantise is None:
+            return True
+        weights = (self.arguments[role].to(torch.float32) for role in OPERATORS[self.operator].weights)
+        return all(torch.allclose(subject.quantise(weight)[1], weight, rtol=1e-6, atol=0.0) for weight in weights)
+
     def placed(self, subject: Subject) -> dict[str, Any]:
         """The arguments on the kernel's device, weights packed."""
         found = {}
         for role, value in self.arguments.items():
             moved = value.to(subject.device) if isinstance(value, torch.Tensor) else value
-            is_weight = role in OPERATORS[self.operator].weights and subject.prepare is not None
-            found[role] = subject.prepare(moved.clone()) if is_weight and subject.prepare else moved
+            found[role] = subject.pack(moved) if role in OPERATORS[self.operator].weights else moved
         return found
 
 

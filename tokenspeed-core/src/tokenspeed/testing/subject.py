@@ -39,6 +39,7 @@ class Subject:
     run: Callable[..., Any]
     prepare: Callable[[Any], Any] | None
     partner: Subject | None = None
+    quantise: Callable[[torch.Tensor], tuple[Mapping[str, torch.Tensor], torch.Tensor]] | None = None
 
     @property
     def operator(self) -> Operator:
@@ -59,6 +60,12 @@ class Subject:
     def device(self) -> torch.device:
         """Where it runs."""
         return torch.device(self.spec.machine.device)
+
+    def pack(self, weight: Any) -> Any:
+        """What the kernel takes for a float weight: stored first where it has a format, packed where it packs."""
+        if self.prepare is None:
+            return weight
+        return self.prepare(self.quantise(weight)[0] if self.quantise else weight.clone())
 
     def call(self, arguments: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
         """Run on arguments by role, in the operator's order; results as a tuple."""
@@ -81,7 +88,8 @@ def load_subject(spec: KernelSpec, dtypes: Mapping[str, str], others: Iterable[K
 
 def _alone(spec: KernelSpec, dtypes: Mapping[str, str]) -> Subject:
     prepare = import_target(spec.prepare_weights) if spec.prepare_weights else None
-    return Subject(spec, dtypes, import_target(spec.implementation), prepare)
+    quantise = import_target(spec.quantise) if spec.quantise else None
+    return Subject(spec, dtypes, import_target(spec.implementation), prepare, quantise=quantise)
 
 
 def _partner(spec: KernelSpec, dtypes: Mapping[str, str], others: Iterable[KernelSpec]) -> Subject:

@@ -1,0 +1,1 @@
+"""Projections with int8 weights. See plugin.py for what is registered."""
