@@ -17,7 +17,7 @@ def attention_row(q: F32, keys: F32, values: F32, scale: float, window: int = 0)
 
 
 def attention_rows(q: F32, keys: F32, values: F32, positions: np.ndarray, scale: float, window: int = 0) -> F32:
-    """Queries q [R, Hq, D] at absolute `positions` [R] over one sequence (keys, values [N, Hkv, D]); fp32 [R, Hq, D]."""
+    """Queries q [R, Hq, D] at absolute `positions` [R] over one sequence (keys, values [N, Hkv, D]): fp32 like q."""
     rows, heads, d = q.shape
     group = heads // keys.shape[1]
     factor = np.float32(scale * 1.4426950408889634)
