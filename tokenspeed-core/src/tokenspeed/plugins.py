@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
 
 GROUP = "tokenspeed"
 
+SLOW_SECONDS = 1.0
+"""A plugin that takes longer to load is pointed out: stating facts takes milliseconds."""
+
 Status = Literal["ok", "broken", "clash", "disabled"]
 
 
@@ -40,8 +44,9 @@ class PluginReport:
 
     `name` is the entry point's name and `target` its value. `kernels`, `models`, `trainer_profiles` and `commands` are
     the names that it registered, sorted. `waivers` are the checks of the conformance kit that its author waives for a
-    kernel, each with the reason that he gives. `error` is one line, set when `status` is not `ok`: `broken` (nothing of
-    the plugin is used), `clash` (it claims a name that another distribution claims too) or `disabled` (`--plugins`).
+    kernel, each with the reason that he gives, and `seconds` is what importing and asking it took. `error` is one line,
+    set when `status` is not `ok`: `broken` (nothing of the plugin is used), `clash` (it claims a name that another
+    distribution claims too) or `disabled` (`--plugins`).
     """
 
     name: str
@@ -55,6 +60,13 @@ class PluginReport:
     trainer_profiles: tuple[str, ...] = ()
     commands: tuple[str, ...] = ()
     waivers: tuple[str, ...] = ()
+    seconds: float = field(default=0.0, compare=False)
+
+    def slowness(self) -> str | None:
+        """A sentence about a plugin that takes long to load, since every command waits for it; None as a rule."""
+        if self.seconds < SLOW_SECONDS:
+            return None
+        return f"plugin {self.name} ({self.distribution} {self.version}) takes {self.seconds:.1f} s to load"
 
     def describe(self) -> str:
         """One line for a refusal: `plugin NAME (DISTRIBUTION VERSION) is broken: ImportError: …`."""
@@ -145,6 +157,7 @@ def _contribution(manager: pluggy.PluginManager, entry: EntryPoint, allow: Seque
     report = PluginReport(entry.name, entry.value, distribution, version)
     if allow is not None and entry.name not in allow and distribution not in allow:
         return _Contribution(replace(report, status="disabled", error="not named by --plugins"))
+    started = time.perf_counter()
     try:
         plugin = entry.load()
         _check_api_version(plugin)
@@ -155,7 +168,8 @@ def _contribution(manager: pluggy.PluginManager, entry: EntryPoint, allow: Seque
         return _Contribution(replace(report, status="broken", error=_one_line(error)))
     names: dict[str, Any] = {kind: tuple(sorted(map(_NAME_OF[kind], getattr(contribution, kind)))) for kind in _NOUN}
     waivers = (f"{k.name} waives {check}: {why}" for k in contribution.kernels for check, why in k.waivers.items())
-    contribution.report = replace(report, **names, waivers=tuple(sorted(waivers)))
+    seconds = time.perf_counter() - started
+    contribution.report = replace(report, **names, waivers=tuple(sorted(waivers)), seconds=seconds)
     return contribution
 
 

@@ -204,7 +204,7 @@ def _prove_kernels(prepared: Prepared, report: Progress) -> Mapping[str, Any] | 
     from tokenspeed.testing.at_start import prove
 
     report("trying kernels", 0, 0)
-    proof = prove(prepared.plan)
+    proof = prove(prepared.plan, prepared.host.kernels())
     if proof.problems:
         raise StartRefused(proof.problems)
     return proof.as_dict()
@@ -438,6 +438,7 @@ def _notes(found: Examination, built: Built, sizes: Sizes) -> Iterator[str]:
     for variable, value in variables_for_tests().items():
         yield f"{variable}={value} is set: {VARIABLES_FOR_TESTS[variable]}"
     yield from (report.describe() for report in found.host.reports if report.status == "broken")
+    yield from (slow for report in found.host.reports if (slow := report.slowness()))
     if found.config.max_model_len is None and sizes.max_model_len < built.model.max_positions:
         longest = built.model.max_positions
         yield f"the KV cache bounds the context to {sizes.max_model_len} of the model's {longest} tokens"

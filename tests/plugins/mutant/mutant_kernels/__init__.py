@@ -68,6 +68,7 @@ MUTANTS = {
     "logprobs.ignores_temperature": ("sampling.logprobs", "sampling:ignores_temperature"),
     "sample.noise_by_row": ("sampling.sample", "sampling:noise_by_row"),
     "sample.keeps_ties": ("sampling.sample", "sampling:keeps_ties"),
+    "norm.borrowed_order": ("norm.rms", "rows:honest_norm"),
 }
 
 
@@ -87,4 +88,5 @@ def spec(name: str) -> KernelSpec:
         prepare_weights=f"mutant_kernels.{prepare}" if prepare else None,
         features=frozenset({BATCH_INVARIANT}),
         traits=trait_table(traits),
+        bit_order="aok/norm.rms@1" if name == "norm.borrowed_order" else None,
     )

@@ -25,6 +25,8 @@ def plugins(names: str | None, as_json: bool) -> None:
     for report in host.reports:
         if report.error:
             click.echo(f"{report.name}: {report.error}")
+        if slow := report.slowness():
+            click.echo(slow)
         for waiver in report.waivers:
             click.echo(f"{report.name}: {waiver}")
 

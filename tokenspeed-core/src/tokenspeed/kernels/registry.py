@@ -85,6 +85,11 @@ def spec_faults(spec: object) -> list[str]:
     """
     if not isinstance(spec, KernelSpec):
         return [f"{spec!r} is not a KernelSpec"]
+    if type(spec) is not KernelSpec:
+        # A subclass could answer one thing to the selection and another to the certificate.
+        return [
+            f"kernel {spec.name} is a {type(spec).__name__}; a spec is plain data, a KernelSpec and no subclass of it"
+        ]
     if not (isinstance(spec.name, str) and spec.name):
         return ["a kernel has no name"]
     faults = [*_operator_faults(spec), *_target_faults(spec), *_table_faults(spec)]

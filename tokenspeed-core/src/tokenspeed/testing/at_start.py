@@ -13,12 +13,13 @@ from typing import Any
 
 from tokenspeed.errors import Problem
 from tokenspeed.kernels.spec import KernelSpec, Need
+from tokenspeed.machine import Machine
 from tokenspeed.numerics.plan import Plan
 from tokenspeed.testing.checks import FACT_AXES, Fault, Trial, Workload, first_fault
-from tokenspeed.testing.names import KIT_VERSION
-from tokenspeed.testing.subject import Subject, load_subject
+from tokenspeed.testing.names import KIT_VERSION, applies
+from tokenspeed.testing.subject import load_peers, load_subject
 
-CHECKS_AT_START = ("initialised", "batch", "layout", "history", "threads")
+CHECKS_AT_START = ("order", "initialised", "batch", "layout", "history", "threads")
 
 BATCH_SIZES_AT_START = (2, 9, 33)
 
@@ -46,14 +47,19 @@ class Proof:
         }
 
 
-def prove(plan: Plan) -> Proof:
-    """Try every chosen kernel of a plan; they can be imported, since the plan is bound."""
+def prove(plan: Plan, installed: Iterable[KernelSpec] = ()) -> Proof:
+    """Try every chosen kernel of a plan; they can be imported, since the plan is bound.
+
+    `installed` are all kernels: one that publishes the order of a chosen kernel must give its bits.
+    """
     started = time.perf_counter()
     kernels = plan.kernels()
+    others = tuple(installed) or kernels
     problems = []
     for spec in kernels:
         needs = [need for need, chosen in plan.choices.items() if chosen is spec]
-        problem = next(filter(None, (_problem(spec, group, kernels) for group in _by_signature(spec, needs))), None)
+        found = (_problem(spec, group, others, plan.machine) for group in _by_signature(spec, needs))
+        problem = next(filter(None, found), None)
         if problem is not None:
             problems.append(problem)
     return Proof(tuple(spec.name for spec in kernels), time.perf_counter() - started, tuple(problems))
@@ -78,7 +84,7 @@ def sizes_of(need: Need) -> dict[str, int]:
 
 
 def _problem(
-    spec: KernelSpec, group: tuple[Mapping[str, str], Sequence[Need]], others: Sequence[KernelSpec]
+    spec: KernelSpec, group: tuple[Mapping[str, str], Sequence[Need]], others: Sequence[KernelSpec], machine: Machine
 ) -> Problem | None:
     dtypes, needs = group
     distinct = {tuple(sorted(sizes_of(need).items())) for need in needs}
@@ -86,10 +92,12 @@ def _problem(
     ordered = sorted(distinct, key=lambda sizes: sum(size for _, size in sizes))
     shapes = tuple(dict(sizes) for sizes in dict.fromkeys((ordered[0], ordered[-1])))
     subject = load_subject(spec, dtypes, others)
-    key = (spec.name, subject.run, tuple(sorted(dtypes.items())), ordered[0], ordered[-1])
+    peers = load_peers(spec, dtypes, others, machine)
+    runs = (subject.run, *(peer.run for peer in peers))
+    key = (spec.name, runs, tuple(sorted(dtypes.items())), ordered[0], ordered[-1])
     if key in _passed:
         return None
-    fault = _first(subject, Workload(BATCH_SIZES_AT_START, few=True, shapes=shapes))
+    fault = _first(Trial(subject, Workload(BATCH_SIZES_AT_START, few=True, shapes=shapes), peers))
     if fault is None:
         _passed.add(key)
         return None
@@ -104,9 +112,8 @@ def _problem(
     )
 
 
-def _first(subject: Subject, work: Workload) -> tuple[str, Fault] | None:
-    trial = Trial(subject, work)
+def _first(trial: Trial) -> tuple[str, Fault] | None:
     for check in CHECKS_AT_START:
-        if fault := first_fault(check, trial):
+        if applies(check, trial.subject.spec) and (fault := first_fault(check, trial)):
             return check, fault
     return None

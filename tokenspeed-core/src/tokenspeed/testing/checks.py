@@ -116,9 +116,10 @@ def make_case(recipe: Recipe) -> Case:
 class Trial:
     """One kernel under test, with cases and results that several checks share."""
 
-    def __init__(self, subject: Subject, work: Workload) -> None:
+    def __init__(self, subject: Subject, work: Workload, peers: Sequence[Subject] = ()) -> None:
         self.subject = subject
         self.work = work
+        self.peers = peers
         self._cases: dict[str, Case] = {}
         self._alone: dict[str, Results] = {}
         self._first: tuple[Recipe, Results] | None = None
@@ -331,9 +332,18 @@ def initialised(trial: Trial) -> Iterator[Fault]:
                 if trial.writes_cache:
                     yield from _agrees(trial, case, side)
                 elif _exact(trial):
-                    yield from trial.same(case, side, f"with {fresh} in fresh memory")
+                    yield from _unmoved(trial, case, replace(side, fresh="as it comes", filler=0.0), side)
                 else:
                     yield from _agrees(trial, case, side)
+
+
+def _unmoved(trial: Trial, case: Case, before: Side, after: Side) -> Iterator[Fault]:
+    """A fault when what fresh memory holds changes the bits of the same call."""
+    expected, got = case.evaluate(trial.subject, before), case.evaluate(trial.subject, after)
+    if wrong := differing(expected, got, tuple(expected)):
+        detail = spell_difference(expected[wrong[0]], got[wrong[0]])
+        what = f"with {after.fresh} in fresh memory: unit {wrong[0]}: {detail}"
+        yield Fault(what, case.recipe, wrong[0], before, after)
 
 
 def _exact(trial: Trial) -> bool:
@@ -413,6 +423,22 @@ def traits(trial: Trial) -> Iterator[Fault]:
                 ):
                     detail = spell_difference(probe.expected, [a.to("cpu") for a in out])
                     yield Fault(f"declares {name}={value}: {probe.name}: {detail}")
+
+
+def order(trial: Trial) -> Iterator[Fault]:
+    """Every other kernel here with the same published order, on inputs that show another order."""
+    for recipe in _one_each(trial) if trial.peers else ():
+        case = trial.case(recipe)
+        if isinstance(case, WriteCase):
+            return  # the inside of a page is the kernel's own; attention over it is compared instead
+        side = one_call(case.subjects, threads=1)
+        got = case.evaluate(trial.subject, side)
+        for peer in trial.peers:
+            expected = case.evaluate(peer, side)
+            if wrong := differing(expected, got, tuple(expected)):
+                detail = spell_difference(expected[wrong[0]], got[wrong[0]])
+                owner = f"{peer.spec.name} of {peer.spec.distribution}"
+                yield Fault(f"claims the order {peer.spec.bit_order} of {owner}, and differs: {detail}", recipe)
 
 
 def batch(trial: Trial) -> Iterator[Fault]:
@@ -552,6 +578,7 @@ CHECKERS: Mapping[str, Checker] = {
     "initialised": initialised,
     "refuses": refuses,
     "traits": traits,
+    "order": order,
     "batch": batch,
     "layout": layout,
     "history": history,

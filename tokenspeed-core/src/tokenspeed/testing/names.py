@@ -32,6 +32,7 @@ CHECKS = MappingProxyType(
             Check("initialised", "outputs are fully written and nothing uninitialised is read"),
             Check("refuses", "what the spec does not declare is refused, or right; never silently wrong"),
             Check("traits", "declared shapes work, and declared orders are the ones that are computed"),
+            Check("order", "kernels that publish one order of additions give equal bits"),
             Check("batch", "a row alone has the bits that it has in any batch, place and company", BATCH_INVARIANT),
             Check("layout", "alignment, strides, page order and padding change no bit", BATCH_INVARIANT),
             Check("history", "earlier calls, and the batch that came first, change no bit", BATCH_INVARIANT),
@@ -48,6 +49,8 @@ _DETERMINISTIC_CHECKS = ("threads",)
 
 def applies(check: str, spec: KernelSpec) -> bool:
     """Whether `check` has a claim of `spec` to prove."""
+    if check == "order":
+        return spec.bit_order is not None
     feature = CHECKS[check].feature
     if feature is None or feature in spec.features:
         return True

@@ -109,6 +109,22 @@ def _partner(spec: KernelSpec, dtypes: Mapping[str, str], others: Iterable[Kerne
     raise NoPartner(f"no {wanted} kernel for these dtypes" + (f" with {LAYOUT} {named or 'declared'}" * has_layout))
 
 
+def load_peers(
+    spec: KernelSpec, dtypes: Mapping[str, str], others: Iterable[KernelSpec], machine: Machine
+) -> list[Subject]:
+    """Other kernels that publish the same order of additions and run here, for the same dtypes."""
+    return [
+        load_subject(other, dtypes, others)
+        for other in others
+        if spec.bit_order is not None
+        and other.bit_order == spec.bit_order
+        and other.name != spec.name
+        and other.operator == spec.operator
+        and not other.machine.unmet(machine)
+        and any(dict(signature) == dict(dtypes) for signature in other.signatures)
+    ]
+
+
 def reference_subject(operator: str, dtypes: Mapping[str, str], device: str) -> Subject:
     """The reference of an operator, over the reference's own cache."""
     specs = {(spec.operator, spec.machine.device): spec for spec in reference_kernels()}

@@ -16,7 +16,7 @@ from tokenspeed.machine import Machine
 from tokenspeed.testing.checks import Fault, Trial, Workload, first_fault
 from tokenspeed.testing.inputs import NoInputs, signatures
 from tokenspeed.testing.names import CHECKS, applies
-from tokenspeed.testing.subject import NoPartner, load_subject, not_here
+from tokenspeed.testing.subject import NoPartner, load_peers, load_subject, not_here
 
 Outcome = Literal["passed", "failed", "waived", "not claimed"]
 
@@ -94,7 +94,8 @@ def verify_kernel(
     fault: Fault | None = None
     for dtypes in signatures(spec):
         try:
-            trials.append(Trial(load_subject(spec, dtypes, others), work or Workload()))
+            subject, peers = load_subject(spec, dtypes, others), load_peers(spec, dtypes, others, machine)
+            trials.append(Trial(subject, work or Workload(), peers))
         except (Exception, SystemExit) as error:  # a kernel's module may raise anything at import
             text = str(error) if isinstance(error, NoPartner) else f"{type(error).__name__}: {error}"
             fault = Fault(text)
@@ -113,7 +114,7 @@ def _result(name: str, spec: KernelSpec, trials: Sequence[Trial], import_fault: 
     if reason := spec.waivers.get(name):
         return CheckResult(name, "waived", reason)
     if not applies(name, spec):
-        return CheckResult(name, "not claimed", f"declares no {CHECKS[name].feature}")
+        return CheckResult(name, "not claimed", f"declares no {CHECKS[name].feature or 'bit order'}")
     if name == IMPORT:
         return CheckResult(name, "failed", import_fault.summary, import_fault) if import_fault else _passed(name)
     for trial in trials:
