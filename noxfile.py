@@ -104,6 +104,16 @@ def wheels(session: nox.Session) -> None:
     session.run("python", "scripts/try_wheels.py", str(dist), str(environment))
 
 
+@nox.session(reuse_venv=False)
+def template(session: nox.Session) -> None:
+    """Generate a kernel package with `tokenspeed plugin new`, build and install it beside our wheels, and serve."""
+    session.install("-c", "constraints.txt", "build")
+    dist = Path(session.create_tmp(), "dist")
+    for folder in (CORE, AOK, MODELS):
+        session.run("python", "-m", "build", "--wheel", "--outdir", str(dist), folder)
+    session.run("python", "scripts/try_template.py", str(dist), str(Path(session.create_tmp(), "clean")))
+
+
 @nox.session
 def sanitize(session: nox.Session) -> None:
     """Build the native kernels with AddressSanitizer and UndefinedBehaviorSanitizer and run their tests."""
