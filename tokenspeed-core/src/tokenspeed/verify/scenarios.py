@@ -186,8 +186,11 @@ def _neighbours(stage: Stage) -> Iterator[Trial]:
     sharer = target.but("sharer", prompt=[*target.prompt, *stage.tokens(60, 13)], max_tokens=60)
     for at in (1, 15, 19):
         sharers = (Start(sharer, compared=False), Start(sharer.but("sharer 2", seed=3), compared=False))
-        script = Script((*sharers, Start(target, at=2)), cancels=(Cancel(0, at), Cancel(1, at + 4)))
+        # The intruders take every page that the cancelled ones gave back, and must not get one that is still in use.
+        intruders = (Start(make_item(f"intruder {i}", stage.tokens(150, 14 + i), i, 12), at=at + 5) for i in range(2))
+        script = Script((*sharers, Start(target, at=2), *intruders), cancels=(Cancel(0, at), Cancel(1, at + 4)))
         yield stage.against_alone(script)
+        yield stage.against_alone(replace(script, setup=Setup(pages=26)))
 
 
 def loud_tokens(lab: Lab) -> list[int]:
@@ -229,6 +232,21 @@ def _prefix(stage: Stage) -> Iterator[Trial]:
         trial.evidence["prefix lengths"] += 1
         trial.evidence["hits as long as expected"] += hit
         yield trial
+    # Whoever arrives while a prompt is being computed may use its finished pages only.
+    prompt = stage.tokens(min(room, 150), 260)
+    sharers = [make_item(f"sharer {i}", [*prompt, i], i, 4) for i in range(6)]
+    starts = tuple(Start(item, at=i) for i, item in enumerate(sharers))
+    yield stage.against_alone(Script(starts, Setup(max_chunk=24)), {"arrivals during a prefill": 5})
+    for at in (1, 2, 3):
+        starts = (Start(sharers[0], compared=False), Start(sharers[1], at=at))
+        yield stage.against_alone(Script(starts, Setup(max_chunk=24), cancels=(Cancel(0, at),)))
+    # The same pages after other pages: what a page holds depends on everything before it.
+    first, second, third = (stage.tokens(PAGE_SIZE, 250 + i) for i in range(3))
+    orders = [[*first, *second], [*second, *first], [*third, *second], [*first, *first], [*second, *second, *first]]
+    items = [make_item(f"pages in order {i}", [*pages, 1, 2], i, 6) for i, pages in enumerate(orders)]
+    for number in range(len(items)):
+        script = Script((Start(items[number]),), before=tuple(items[:number] + items[number + 1 :]))
+        yield stage.against_alone(script, {"other orders of the same pages": 1})
 
 
 def _preemption(stage: Stage) -> Iterator[Trial]:
@@ -237,6 +255,9 @@ def _preemption(stage: Stage) -> Iterator[Trial]:
         make_item(f"pressed {i}", stage.tokens(20 + i, 300 + i), i, min(stage.work.long_tokens, 100), temperature=i % 2)
         for i in range(6)
     ]
+    # Greedy and heavily penalised: every token that was generated before matters.
+    penalties = {"temperature": 0.0, "frequency_penalty": 2.0, "presence_penalty": 1.0, "repetition_penalty": 1.5}
+    long.append(make_item("pressed and penalised", stage.tokens(9, 350), 350, 60, **penalties))
     for caching in (True, False):
         preempts = tuple(Preempt(index, at) for at, index in ((1, 0), (3, 2), (9, 5), (17, 0)))
         yield stage.against_alone(
@@ -387,7 +408,14 @@ SCENARIOS: Mapping[str, Scenario] = _table(
     Scenario(
         "prefix",
         "cold = prefix from the cache",
-        {"cached tokens": 1, "prefix lengths": 7, "hits as long as expected": 7},
+        {
+            "cached tokens": 1,
+            "prefix lengths": 7,
+            "hits as long as expected": 7,
+            "other orders of the same pages": 5,
+            "arrivals during a prefill": 5,
+            "cancelled": 3,
+        },
         _prefix,
     ),
     Scenario(
