@@ -37,14 +37,21 @@ def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> MakeCheckpoint:
     """
     made: dict[str, Path] = {}
 
-    def make(family: str, *, dtype: torch.dtype = torch.float32, max_shard_size: str = "5GB", **config: Any) -> Path:
+    def make(
+        family: str,
+        *,
+        dtype: torch.dtype = torch.float32,
+        max_shard_size: str = "5GB",
+        seed: int | None = None,
+        **config: Any,
+    ) -> Path:
         import transformers
 
-        key = repr((family, dtype, max_shard_size, sorted(config.items(), key=lambda item: item[0])))
+        key = repr((family, dtype, max_shard_size, seed, sorted(config.items(), key=lambda item: item[0])))
         if key in made:
             return made[key]
         with torch.random.fork_rng():
-            torch.manual_seed(len(made))
+            torch.manual_seed(len(made) if seed is None else seed)
             settings = getattr(transformers, f"{family}Config")(**{**_SHAPE, **config})
             model = getattr(transformers, f"{family}ForCausalLM")(settings)
             for name, parameter in model.named_parameters():
@@ -72,19 +79,19 @@ def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> MakeCheckpoint:
 @pytest.fixture(scope="session")
 def tiny_qwen3(make_checkpoint: MakeCheckpoint) -> Path:
     """A random fp32 Qwen3 with tied embeddings, head_dim 32, and three query heads for each kv head."""
-    return make_checkpoint("Qwen3", head_dim=32, tie_word_embeddings=True)
+    return make_checkpoint("Qwen3", seed=0, head_dim=32, tie_word_embeddings=True)
 
 
 @pytest.fixture(scope="session")
 def tiny_llama(make_checkpoint: MakeCheckpoint) -> Path:
     """A random fp32 Llama, not tied."""
-    return make_checkpoint("Llama", tie_word_embeddings=False)
+    return make_checkpoint("Llama", seed=0, tie_word_embeddings=False)
 
 
 @pytest.fixture(scope="session")
 def tiny_qwen2(make_checkpoint: MakeCheckpoint) -> Path:
     """A random bf16 Qwen2, not tied."""
-    return make_checkpoint("Qwen2", dtype=torch.bfloat16, tie_word_embeddings=False)
+    return make_checkpoint("Qwen2", seed=0, dtype=torch.bfloat16, tie_word_embeddings=False)
 
 
 @pytest.fixture(scope="module")
