@@ -26,8 +26,7 @@ CAUGHT = {
     "variant.gemm.tile_by_batch": ("batch", "gemm.linear"),
     "variant.gemm.remainder_row": ("repeat", "gemm.linear"),
     "variant.gemm.threads": ("threads", "gemm.linear"),
-    # What fresh memory holds need not come again, so the place may not be found a second time; the difference must be.
-    "variant.gemm.uninitialised": ("memory", ""),
+    "variant.gemm.uninitialised": ("memory", "gemm.linear"),
     "variant.gemm.first_call": ("later", NOT_AGAIN),
     "variant.norm.large_batch": ("batch", "norm.rms"),
     "variant.activation.batch_scale": ("batch", "activation.silu_and_mul"),

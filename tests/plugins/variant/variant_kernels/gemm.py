@@ -18,6 +18,7 @@ class Parts:
     whole: PackedWeight
     raw: torch.Tensor
     cuts: dict[int, list[PackedWeight]]
+    workspace: torch.Tensor
 
     def split(self, x: torch.Tensor, cut: int) -> torch.Tensor:
         """x times the weight, as the sum of the products of pieces of `cut` columns."""
@@ -31,7 +32,7 @@ class Parts:
 
 
 def prepare(weight: torch.Tensor) -> Parts:
-    return Parts(prepare_linear(weight), weight.clone(), {})
+    return Parts(prepare_linear(weight), weight.clone(), {}, torch.empty(0, weight.shape[1]))
 
 
 def _bias(out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -62,11 +63,18 @@ def threads(x: torch.Tensor, weight: Parts, bias: torch.Tensor | None = None) ->
 
 
 def uninitialised(x: torch.Tensor, weight: Parts, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Pads the batch by a row of fresh memory, and takes one scale for all rows from the largest value."""
-    padded = torch.empty(len(x) + 1, x.shape[1])
-    padded[: len(x)] = x
-    scale = 2.0 ** torch.frexp(padded.nan_to_num(1e30).abs().amax()).exponent
-    return _bias(linear(padded / scale, weight.whole)[: len(x)] * scale, bias)
+    """Pads the batch by a row that it never fills, and takes one scale for all rows from the largest value.
+
+    The padding comes from a workspace that earlier calls wrote to: fresh memory may hold anything, zeros at every
+    call included, and a control has to break its promise each time.
+    """
+    rows, columns = x.shape
+    if len(weight.workspace) <= rows:
+        weight.workspace = torch.cat([weight.workspace, torch.ones(2 * rows + 1, columns)])[: 2 * rows + 1]
+    padded = weight.workspace[: rows + 1]
+    padded[:rows] = x
+    scale = padded.abs().amax()
+    return _bias(linear(padded / scale, weight.whole)[:rows] * scale, bias)
 
 
 def first_call(x: torch.Tensor, weight: Parts, bias: torch.Tensor | None = None) -> torch.Tensor:
