@@ -11,8 +11,10 @@ from tokenspeed.engine.kv_cache import KVCache, bytes_per_page
 from tokenspeed.errors import CheckpointError
 from tokenspeed.layers.context import LayerContext
 from tokenspeed.layers.moe import Router, SparseMoE
+from tokenspeed.layers.sparse import SparseLatentAttention
 from tokenspeed.models.base import CausalLM
 from tokenspeed_models.deepseek_v3 import DeepseekV3ForCausalLM, LatentShape, score_scale
+from tokenspeed_models.deepseek_v32 import DeepseekV32ForCausalLM, GlmMoeDsaForCausalLM
 from tokenspeed_models.longcat_flash import LongcatFlashForCausalLM
 from tokenspeed_models.mixtral import MixtralForCausalLM
 from tokenspeed_models.qwen3_moe import Qwen3MoeForCausalLM
@@ -27,6 +29,7 @@ SHAPE: dict[str, Any] = {
 }
 LATENT = {"kv_lora_rank": 16, "q_lora_rank": 12, "qk_rope_head_dim": 8, "qk_nope_head_dim": 10, "v_head_dim": 6}
 DEEPSEEK = {**SHAPE, **LATENT, "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3}
+INDEXED = {**DEEPSEEK, "index_n_heads": 6, "index_head_dim": 14, "index_topk": 20}
 LONGCAT = {**SHAPE, **LATENT, "num_layers": 2, "ffn_hidden_size": 48, "n_routed_experts": 6, "moe_topk": 3}
 
 
@@ -45,6 +48,16 @@ def build(cls: type[CausalLM], config: dict[str, Any]) -> CausalLM:
         (DeepseekV3ForCausalLM, {**DEEPSEEK, "num_experts_per_tok": 5}, "only 4 experts are eligible"),
         (DeepseekV3ForCausalLM, {**DEEPSEEK, "moe_layer_freq": 2}, "moe_layer_freq=2"),
         (DeepseekV3ForCausalLM, {**DEEPSEEK, "qk_rope_head_dim": 7}, "qk_rope_head_dim=7"),
+        (DeepseekV32ForCausalLM, {**INDEXED, "q_lora_rank": None}, "q_lora_rank=None"),
+        (DeepseekV32ForCausalLM, {**INDEXED, "index_head_dim": 6}, "index_head_dim=6"),
+        (DeepseekV32ForCausalLM, {**INDEXED, "mlp_layer_types": ["dense", "sparse"]}, "expected 4 entries"),
+        (DeepseekV32ForCausalLM, {**INDEXED, "rope_interleave": False}, "rope_interleave=False"),
+        (
+            GlmMoeDsaForCausalLM,
+            {**INDEXED, "indexer_types": ["shared", "full", "full", "full"]},
+            "the first of them full",
+        ),
+        (GlmMoeDsaForCausalLM, {**INDEXED, "index_topk_pattern": "FSXF"}, "each full or shared"),
         (LongcatFlashForCausalLM, {**LONGCAT, "zero_expert_type": "drop"}, "zero_expert_type='drop'"),
         (LongcatFlashForCausalLM, {**LONGCAT, "router_bias": True}, "router_bias=True"),
         (LongcatFlashForCausalLM, {**LONGCAT, "q_lora_rank": None}, "q_lora_rank=None"),
@@ -96,3 +109,38 @@ def test_router_weights_are_fp32_where_logits_are() -> None:
     assert {router.dtype for router in routers} == {torch.float32}
     routers = [m for m in build(MixtralForCausalLM, SHAPE).modules() if isinstance(m, Router)]
     assert {router.dtype for router in routers} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("given", "own"),
+    [
+        ({}, [0, 1, 2, 3]),
+        ({"indexer_types": ["full", "shared", "shared", "full"]}, [0, 3]),
+        ({"index_topk_pattern": "FSFS"}, [0, 2]),
+        ({"index_topk_freq": 3, "index_skip_topk_offset": 1}, [0, 3]),
+        ({"index_topk_freq": 2}, [0, 1, 3]),
+    ],
+)
+def test_which_layers_have_an_indexer_and_its_cache_plane(given: dict[str, Any], own: list[int]) -> None:
+    model = build(GlmMoeDsaForCausalLM, {**INDEXED, **given})
+    specs = model.kv_specs()
+    assert [spec.value_dim for spec in specs] == [14 if layer in own else 0 for layer in range(4)]
+    assert bytes_per_page(specs) == 16 * (4 * 24 + len(own) * 14) * 2
+    attentions = [module for module in model.modules() if isinstance(module, SparseLatentAttention)]
+    assert [attention.indexer is not None for attention in attentions] == [layer in own for layer in range(4)]
+
+
+def test_which_layers_are_sparse_may_be_listed() -> None:
+    model = build(DeepseekV32ForCausalLM, {**INDEXED, "mlp_layer_types": ["sparse", "dense", "dense", "sparse"]})
+    names = [name for name, module in model.named_modules() if isinstance(module, SparseMoE)]
+    assert names == ["model.layers.0.mlp", "model.layers.3.mlp"]
+
+
+def test_discarded_pages_are_cleared_in_the_plane_of_the_indexer_too() -> None:
+    cache = KVCache(build(DeepseekV32ForCausalLM, INDEXED).kv_specs(), 3, max_seats=1, max_pages_per_seat=3)
+    assert [(entries.shape[-1], keys.shape[-1]) for entries, keys in cache.tensors] == [(24, 14)] * 4
+    pages = cache.allocate(2)
+    assert pages is not None
+    cache.tensors[2][1][pages] = torch.nan
+    cache.discard(pages)
+    assert not cache.tensors[2][1].isnan().any()

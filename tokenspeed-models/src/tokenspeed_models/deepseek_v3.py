@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -14,7 +15,7 @@ from tokenspeed.layers.mla import LatentAttention, LatentShape
 from tokenspeed.layers.mlp import GatedMLP
 from tokenspeed.layers.moe import Experts, Router, Routing, SparseMoE
 from tokenspeed.layers.rope import RotaryEmbedding
-from tokenspeed.models.config import ConfigFields, read_dense
+from tokenspeed.models.config import ConfigFields, DenseConfig, read_dense
 from tokenspeed.models.dense import DenseCausalLM
 
 LATENT_NORM_EPS = 1e-6
@@ -75,6 +76,37 @@ def read_routing(fields: ConfigFields) -> Routing:
     return routing
 
 
+@dataclass(frozen=True)
+class FeedForward:
+    """The second half of a block: a dense MLP in some layers, in the others routed experts beside shared ones."""
+
+    routing: Routing
+    intermediate_size: int
+    num_shared: int
+    dense_layers: frozenset[int]
+
+    @classmethod
+    def read(cls, fields: ConfigFields) -> FeedForward:
+        """The first `first_k_dense_replace` layers are dense; faults are left in `fields`."""
+        fields.only("moe_layer_freq", (1,), "every layer after the dense ones has experts")
+        return cls(
+            read_routing(fields),
+            fields.positive_int("moe_intermediate_size", 2048),
+            fields.positive_int("n_shared_experts", 1),
+            frozenset(range(int(fields.config.get("first_k_dense_replace", 3) or 0))),
+        )
+
+    def build(self, ctx: LayerContext, shape: DenseConfig, layer: int) -> nn.Module:
+        """The module of one layer."""
+        if layer in self.dense_layers:
+            return GatedMLP(ctx, shape.hidden_size, shape.intermediate_size)
+        return SparseMoE(
+            Router(ctx, shape.hidden_size, self.routing),
+            Experts(ctx, shape.hidden_size, self.intermediate_size, self.routing.num_experts),
+            GatedMLP(ctx, shape.hidden_size, self.intermediate_size * self.num_shared),
+        )
+
+
 class DeepseekV3ForCausalLM(DenseCausalLM):
     """The first `first_k_dense_replace` layers have a dense MLP. Weights for predicting further tokens are left out."""
 
@@ -84,24 +116,11 @@ class DeepseekV3ForCausalLM(DenseCausalLM):
         shape = read_dense(fields, head_dim=latent.rope_dim, max_positions=4096)
         bias = fields.flag("attention_bias", False)
         interleaved = fields.flag("rope_interleave", True)
-        routing = read_routing(fields)
-        fields.only("moe_layer_freq", (1,), "every layer after the dense ones has experts")
-        intermediate = fields.positive_int("moe_intermediate_size", 2048)
-        shared = fields.positive_int("n_shared_experts", 1)
-        dense_layers = int(config.get("first_k_dense_replace", 3) or 0)
+        feed_forward = FeedForward.read(fields)
         fields.check()
 
         rotary = RotaryEmbedding(ctx, shape.rope, latent.rope_dim, shape.max_positions, interleaved=interleaved)
         scale = score_scale(config, latent)
-
-        def feed_forward(layer: int) -> nn.Module:
-            if layer < dense_layers:
-                return GatedMLP(ctx, shape.hidden_size, shape.intermediate_size)
-            return SparseMoE(
-                Router(ctx, shape.hidden_size, routing),
-                Experts(ctx, shape.hidden_size, intermediate, routing.num_experts),
-                GatedMLP(ctx, shape.hidden_size, intermediate * shared),
-            )
 
         def block(layer: int) -> DecoderLayer:
             attention = LatentAttention(
@@ -114,7 +133,8 @@ class DeepseekV3ForCausalLM(DenseCausalLM):
                 norm_eps=LATENT_NORM_EPS,
                 bias=bias,
             )
-            return DecoderLayer(ctx, shape.hidden_size, shape.rms_norm_eps, attention, feed_forward(layer))
+            mlp = feed_forward.build(ctx, shape, layer)
+            return DecoderLayer(ctx, shape.hidden_size, shape.rms_norm_eps, attention, mlp)
 
         super().__init__(ctx, shape, block)
         self.ignored_tensors += (rf"^model\.layers\.{shape.num_layers}\.",)

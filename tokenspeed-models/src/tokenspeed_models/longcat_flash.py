@@ -33,7 +33,8 @@ class ShortcutMoE(nn.Module):
     ) -> None:
         super().__init__()
         self.router = Router(ctx, hidden_size, routing, NAMES)
-        self.experts = Experts(ctx, hidden_size, intermediate_size, num_experts, NAMES)
+        zero_experts = routing.num_experts - num_experts
+        self.experts = Experts(ctx, hidden_size, intermediate_size, num_experts, NAMES, zero_experts)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [T,H] -> [T,H]."""

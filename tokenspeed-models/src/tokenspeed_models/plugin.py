@@ -13,6 +13,7 @@ TOKENSPEED_API = 1
 _VERIFIED = frozenset({"auto", "rl-bitwise"})
 _SWITCHES = frozenset({"layer_boundary_norm"})
 _MOE_SWITCHES = _SWITCHES | {"router_topk", "moe_combine_order"}
+_SPARSE_SWITCHES = _MOE_SWITCHES | {"yarn_ramp_mask_device", "dsa_slot_order"}
 
 
 @hookimpl
@@ -61,6 +62,20 @@ def tokenspeed_models() -> Iterable[ModelProfile]:
             _VERIFIED,
             _MOE_SWITCHES | {"yarn_ramp_mask_device"},
             bit_order="tokenspeed-models/deepseek_v3@1",
+        ),
+        ModelProfile(
+            "DeepseekV32ForCausalLM",
+            "tokenspeed_models.deepseek_v32:DeepseekV32ForCausalLM",
+            frozenset({"auto"}),
+            _SPARSE_SWITCHES,
+            bit_order="tokenspeed-models/deepseek_v32@1",
+        ),
+        ModelProfile(
+            "GlmMoeDsaForCausalLM",
+            "tokenspeed_models.deepseek_v32:GlmMoeDsaForCausalLM",
+            frozenset({"auto"}),
+            _SPARSE_SWITCHES,
+            bit_order="tokenspeed-models/glm_moe_dsa@1",
         ),
         ModelProfile(
             "LongcatFlashForCausalLM",

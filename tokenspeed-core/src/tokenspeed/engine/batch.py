@@ -14,7 +14,7 @@ class ForwardBatch:
     `token_ids`, `positions`, `slots`: int64[T]. `query_starts`: int32[B+1]. `context_lens`: int32[B], this pass's
     tokens included. `page_tables`: int32[B, W]. `logits_rows`: int64[R], rows of the flat batch that need logits.
     `kv_caches`: for each layer the pair (k_cache, v_cache), each [P, 16, Hkv, D] with the kernel's own inner layout;
-    the second is empty where a layer keeps compressed entries.
+    where a layer keeps compressed entries, the second holds its indexer's keys or is empty.
     """
 
     token_ids: torch.Tensor

@@ -11,6 +11,8 @@ Legend for shapes:
     G          groups of a batched projection (heads, as a rule)
     E, k       experts of a layer and experts chosen for a token; a chosen expert's place 0..k-1 is its slot
     C, R       width of a compressed KV entry (latent, then rotated key) and of its latent part
+    Hi         heads of the indexer of sparse attention; k there is how many positions a query selects
+    L          columns of index scores, one for each position: 16 * W
     W          width of the page table (pages of the longest sequence)
 
 Common rules. Inputs have unit stride in their last axis; the other strides are free. An output is freshly allocated
@@ -141,6 +143,20 @@ OPERATORS: dict[str, Operator] = {
             facts=("hidden",),
         ),
         Operator(
+            "norm.layer",
+            "(x - mean) / standard deviation, times weight, plus bias; in fp32 with one rounding.",
+            "layer_norm(x, weight, bias, eps) -> out",
+            (
+                _arg("x", "T,H", "$x", "activations"),
+                _arg("weight", "H", "$weight", "scale"),
+                _arg("bias", "H", "$weight", "what is added last"),
+                _arg("eps", "", "float", "added to the variance"),
+            ),
+            (_arg("out", "T,H", "$x", "normalised, contiguous"),),
+            f"{_REFERENCE}.norm:layer",
+            facts=("hidden",),
+        ),
+        Operator(
             "rope.apply",
             "Rotary position embedding of queries and keys, computed in fp32 with one rounding.",
             "rope(q, k, positions, cos_sin, interleaved=False) -> (q_out, k_out)",
@@ -237,6 +253,74 @@ OPERATORS: dict[str, Operator] = {
             ),
             (_arg("out", "T,Hq,R", "$x", "attention output in the latent space, contiguous"),),
             f"{_REFERENCE}.mla:attention",
+            facts=("heads", "latent_dim", "width"),
+        ),
+        Operator(
+            "attention.index_scores",
+            "Scores of the lightning indexer: sum over its heads of weight * relu(q.k * scale), in fp32.",
+            "index_scores(q, weights, cache, query_starts, context_lens, page_tables, scale) -> scores",
+            (
+                _arg("q", "T,Hi,C", "$x", "queries of the indexer, rotated; places as attention.paged"),
+                _arg("weights", "T,Hi", "float32", "weight of each head of each query, of any sign"),
+                _LATENT,
+                _arg("query_starts", "B+1", "int32", "first row of each sequence in q, then T"),
+                _arg("context_lens", "B", "int32", "tokens of each sequence in the cache, this call's included"),
+                _arg(
+                    "page_tables", "B,W", "int32", "page of each 16 positions; entries past the context are unspecified"
+                ),
+                _arg("scale", "", "float", "multiplies q.k"),
+            ),
+            (_arg("scores", "T,L", "float32", "score of each position, -infinity where the query does not see it"),),
+            f"{_REFERENCE}.sparse:index_scores",
+            facts=("index_heads", "width"),
+        ),
+        Operator(
+            "attention.index_topk",
+            "The k positions of largest score that each query sees; a row's choice depends on that row alone.",
+            "index_topk(scores, positions, top_k) -> indices",
+            (
+                _arg("scores", "T,L", "float32", "score of each position; what lies past a row's position is ignored"),
+                _arg("positions", "T", "int64", "where each query stands; it sees positions 0 to its own"),
+                _arg("top_k", "", "int", "k, positions to choose"),
+            ),
+            (
+                _arg(
+                    "indices",
+                    "T,k",
+                    "int32",
+                    "chosen positions, best first, equal scores (and -0 and +0) by ascending position, NaN last; "
+                    "-1 where there are fewer",
+                ),
+            ),
+            f"{_REFERENCE}.sparse:index_topk",
+            facts=("top_k",),
+        ),
+        Operator(
+            "attention.sparse_paged",
+            "attention.mla_paged of each query over the positions that were selected for it, and no others.",
+            "sparse(q, cache, indices, query_starts, context_lens, page_tables, scale, latent_dim, order) -> out",
+            (
+                _arg(
+                    "q", "T,Hq,C", "$x", "queries: the absorbed part, then the rotated one; places as attention.paged"
+                ),
+                _LATENT,
+                _arg("indices", "T,k", "int32", "positions of each query's sequence, distinct; -1 fills up at the end"),
+                _arg("query_starts", "B+1", "int32", "first row of each sequence in q, then T"),
+                _arg("context_lens", "B", "int32", "tokens of each sequence in the cache, this call's included"),
+                _arg(
+                    "page_tables", "B,W", "int32", "page of each 16 positions; entries past the context are unspecified"
+                ),
+                _arg("scale", "", "float", "multiplies q.k"),
+                _arg("latent_dim", "", "int", "R, the first values of an entry that are summed"),
+                _arg(
+                    "order",
+                    "",
+                    "str",
+                    "`sorted` reduces in ascending position, whatever the pages; `selection` as the indices come",
+                ),
+            ),
+            (_arg("out", "T,Hq,R", "$x", "attention output in the latent space, contiguous; 0 without positions"),),
+            f"{_REFERENCE}.sparse:attention",
             facts=("heads", "latent_dim", "width"),
         ),
         Operator(

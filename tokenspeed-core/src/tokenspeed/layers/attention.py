@@ -18,18 +18,20 @@ from tokenspeed.layers.rope import RotaryEmbedding
 class KVSpec:
     """What one layer keeps for each token: keys and values of `num_kv_heads` heads of `head_dim` features.
 
-    `latent` layers keep one compressed entry of `head_dim` features and no values beside it.
+    `latent` layers keep one compressed entry of `head_dim` features, and beside it the `index_dim` features by which an
+    indexer finds the token again, or nothing.
     """
 
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
     latent: bool = False
+    index_dim: int = 0
 
     @property
     def value_dim(self) -> int:
-        """Features of a head's value in the second cache of the layer, which is empty for latent layers."""
-        return 0 if self.latent else self.head_dim
+        """Features of a head in the second cache of the layer: its value, or of latent layers the indexer's key."""
+        return self.index_dim if self.latent else self.head_dim
 
 
 class CachedAttention(nn.Module):

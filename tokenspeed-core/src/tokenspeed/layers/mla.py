@@ -14,7 +14,7 @@ from torch import nn
 
 from tokenspeed.engine.batch import ForwardBatch
 from tokenspeed.layers.attention import CachedAttention, KVSpec
-from tokenspeed.layers.context import LayerContext
+from tokenspeed.layers.context import LayerContext, Operation
 from tokenspeed.layers.linear import Linear
 from tokenspeed.layers.norm import RMSNorm, ScaledRMSNorm
 from tokenspeed.layers.rope import RotaryEmbedding
@@ -130,29 +130,33 @@ class LatentAttention(CachedAttention):
         self.kv_a_layernorm = latent_norm(shape.kv_lora_rank, kv_scale)
         self.kv_b_proj = LatentProjection(ctx, shape)
         self.o_proj = Linear(ctx, shape.num_heads * shape.value_dim, hidden_size, bias=bias)
-        dtypes = {"x": ctx.dtype, "kv": ctx.dtype}
-        self.write = ctx.operator("cache.write_latent", dtypes=dtypes, facts={"width": shape.entry_dim})
-        self.attend = ctx.operator(
-            "attention.mla_paged",
-            dtypes=dtypes,
-            facts={"heads": shape.num_heads, "latent_dim": shape.kv_lora_rank, "width": shape.entry_dim},
-        )
+        self.dtypes = {"x": ctx.dtype, "kv": ctx.dtype}
+        self.facts = {"heads": shape.num_heads, "latent_dim": shape.kv_lora_rank, "width": shape.entry_dim}
+        self.write = ctx.operator("cache.write_latent", dtypes=self.dtypes, facts={"width": shape.entry_dim})
+        self.attend = self.attention_operator(ctx)
 
-    def project_queries(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T,H] -> queries [T,Hq,nope + rope], not rotated."""
-        q: torch.Tensor
+    def attention_operator(self, ctx: LayerContext) -> Operation:
+        """Ask for the operator that `attend` is."""
+        return ctx.operator("attention.mla_paged", dtypes=self.dtypes, facts=self.facts)
+
+    def compress_queries(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T,H] -> the latent of the queries [T,Rq], or x itself where queries are projected directly."""
         if self.shape.q_lora_rank is None:
-            q = self.q_proj(x)
-        else:
-            q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+            return x
+        latent: torch.Tensor = self.q_a_layernorm(self.q_a_proj(x))
+        return latent
+
+    def expand_queries(self, latent_q: torch.Tensor) -> torch.Tensor:
+        """What `compress_queries` returned -> queries [T,Hq,nope + rope], not rotated."""
+        q: torch.Tensor = self.q_proj(latent_q) if self.shape.q_lora_rank is None else self.q_b_proj(latent_q)
         if self.lora_scales is not None:
             q = q * self.lora_scales[0]
-        return q.view(len(x), self.shape.num_heads, -1)
+        return q.view(len(q), self.shape.num_heads, -1)
 
-    def forward(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """x [T,H] -> [T,H]."""
+    def write_and_absorb(self, x: torch.Tensor, latent_q: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """Writes the entries of x [T,H] to the cache; queries of `latent_q` for entries, [T,Hq,C]."""
         shape = self.shape
-        q_nope, q_rope = torch.split(self.project_queries(x), [shape.nope_dim, shape.rope_dim], dim=-1)
+        q_nope, q_rope = torch.split(self.expand_queries(latent_q), [shape.nope_dim, shape.rope_dim], dim=-1)
         latent, k_rope = torch.split(self.kv_a_proj_with_mqa(x), [shape.kv_lora_rank, shape.rope_dim], dim=-1)
         q_rope, k_rope = self.rotary(q_rope, k_rope.unsqueeze(1), batch.positions)
         latent = self.kv_a_layernorm(latent)
@@ -160,14 +164,23 @@ class LatentAttention(CachedAttention):
             latent = latent * self.lora_scales[1]
         cache, _ = batch.kv_caches[self.layer]
         self.write(torch.cat((latent, k_rope.squeeze(1)), dim=-1), cache, batch.slots)
+        return torch.cat((self.kv_b_proj.queries(q_nope), q_rope), dim=-1)
+
+    def project_sums(self, sums: torch.Tensor) -> torch.Tensor:
+        """What was summed in the latent space [T,Hq,R] -> [T,H]."""
+        out: torch.Tensor = self.o_proj(self.kv_b_proj.values(sums).flatten(-2))
+        return out
+
+    def forward(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """x [T,H] -> [T,H]."""
+        q = self.write_and_absorb(x, self.compress_queries(x), batch)
         sums = self.attend(
-            torch.cat((self.kv_b_proj.queries(q_nope), q_rope), dim=-1),
-            cache,
+            q,
+            batch.kv_caches[self.layer][0],
             batch.query_starts,
             batch.context_lens,
             batch.page_tables,
             self.scale,
-            shape.kv_lora_rank,
+            self.shape.kv_lora_rank,
         )
-        out: torch.Tensor = self.o_proj(self.kv_b_proj.values(sums).flatten(-2))
-        return out
+        return self.project_sums(sums)

@@ -1,4 +1,4 @@
-"""RMSNorm, alone and at the boundary of a residual block."""
+"""RMSNorm, alone and at the boundary of a residual block, and LayerNorm."""
 
 from __future__ import annotations
 
@@ -20,6 +20,23 @@ class RMSNorm(WeightLayer):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.rms(x, self.weight.data, self.eps)
+        return out
+
+
+class LayerNorm(WeightLayer):
+    """(x - mean) / standard deviation over the last axis, times `weight`, plus `bias`."""
+
+    def __init__(self, ctx: LayerContext, size: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = self.new_weight((size,), ctx.dtype)
+        self.bias = self.new_weight((size,), ctx.dtype)
+        dtypes = {"x": ctx.dtype, "weight": ctx.dtype}
+        self.norm = ctx.operator("norm.layer", dtypes=dtypes, facts={"hidden": size})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T,H] -> [T,H]."""
+        out: torch.Tensor = self.norm(x, self.weight.data, self.bias.data, self.eps)
         return out
 
 

@@ -91,24 +91,32 @@ def cos_sin_table(scaling: RopeScaling, rotary_dim: int, positions: int) -> torc
 class RotaryEmbedding(WeightLayer):
     """Rotates queries and keys by their positions; one instance serves all layers of a model.
 
-    `interleaved` rotates neighbours (2i, 2i+1), else features half a head apart.
+    The first `rotary_dim` features of a head are rotated, or all of them: with `interleaved` neighbours (2i, 2i+1),
+    else features half as far apart.
     """
 
     def __init__(
-        self, ctx: LayerContext, scaling: RopeScaling, head_dim: int, max_positions: int, *, interleaved: bool = False
+        self,
+        ctx: LayerContext,
+        scaling: RopeScaling,
+        head_dim: int,
+        max_positions: int,
+        *,
+        interleaved: bool = False,
+        rotary_dim: int | None = None,
     ) -> None:
         super().__init__()
         self.interleaved = interleaved
         self.scaling = scaling
-        self.head_dim = head_dim
+        self.rotary_dim = rotary_dim or head_dim
         self.max_positions = max_positions
         self.rope = ctx.operator(
-            "rope.apply", dtypes={"x": ctx.dtype}, facts={"head_dim": head_dim, "rotary_dim": head_dim}
+            "rope.apply", dtypes={"x": ctx.dtype}, facts={"head_dim": head_dim, "rotary_dim": self.rotary_dim}
         )
         self.table: torch.Tensor | None = None
 
     def allocate(self, device: torch.device) -> None:
-        self.table = cos_sin_table(self.scaling, self.head_dim, self.max_positions).to(device)
+        self.table = cos_sin_table(self.scaling, self.rotary_dim, self.max_positions).to(device)
 
     def tables(self) -> Iterator[tuple[str, torch.Tensor]]:
         if self.table is not None:

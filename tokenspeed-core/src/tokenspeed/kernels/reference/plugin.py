@@ -20,6 +20,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 _TRAITS: dict[str, dict[str, tuple[TraitValue, ...]]] = {
     "moe.route": {"form": ("fused", "torch")},
     "moe.experts": {"combine_order": ("rank", "slot")},
+    "attention.sparse_paged": {"slot_order": ("selection", "sorted")},
 }
 
 
@@ -37,7 +38,7 @@ def _spec(operator: Operator, device: str) -> KernelSpec:
         operator=operator.name,
         solution="reference",
         implementation=operator.reference,
-        signatures=tuple(dict.fromkeys(roles, dtype) for dtype in DTYPES),
+        signatures=tuple(dict.fromkeys(roles, dtype) for dtype in (DTYPES if roles else DTYPES[:1])),
         machine=MachineRequirement(device=device),
         traits=trait_table(traits),
         priority=Priority.REFERENCE,
