@@ -1,7 +1,7 @@
 """The engine: samples in, tokens out, one `step` at a time.
 
 `Engine.step` tells the story; the nouns that it uses each have a file: `scheduler`, `kv_cache`, `prefix_cache`,
-`runner`, `sampler`, `logprobs`, `text`. Not thread-safe: one thread owns an engine.
+`runner`, `sampler`, `logprobs`, `flight`, `text`. Not thread-safe: one thread owns an engine.
 
 What is computed for a sample is a function of its tokens, parameters and seed. Chunking, caching, preemption and
 neighbours decide only *when* something is computed; a token that was sampled once is never sampled again.
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +19,10 @@ import msgspec
 import torch
 
 from tokenspeed.engine.batch import ForwardBatch
+from tokenspeed.engine.device import Device, open_device
+from tokenspeed.engine.flight import Flight, Reading
+from tokenspeed.engine.graphs import Bucket
+from tokenspeed.engine.inputs import StepInputs
 from tokenspeed.engine.kv_cache import KVCache, pages_for
 from tokenspeed.engine.logprobs import PROMPT_ROWS_AT_ONCE, Logprobs
 from tokenspeed.engine.penalties import TokenCounts
@@ -43,6 +47,8 @@ class EngineOptions:
 
     `num_pages` of 16 tokens must hold `max_model_len` tokens; `max_num_batched_tokens` must reach `max_num_seqs`.
     `max_chunk_tokens` bounds a prefill chunk (None: the budget alone). `eos_ids` end a request unless it ignores them.
+    Decode steps that fit one of `decode_buckets` are recorded. With `ahead`, a decode step may be issued before the
+    tokens of the one in front of it were read back; neither changes a bit.
     """
 
     max_num_seqs: int
@@ -56,6 +62,8 @@ class EngineOptions:
     weight_version: str = ""
     eos_ids: tuple[int, ...] = ()
     device: str = "cpu"
+    decode_buckets: tuple[Bucket, ...] = ()
+    ahead: bool = False
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,20 +86,12 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     operator_seconds: float
 
 
-@dataclass
-class _Computed:
-    """What one forward pass gave: a token for each sampled state, and logprobs where they were asked for."""
-
-    tokens: list[int]
-    logprobs: dict[int, PositionLogprobs]
-    poisoned: list[RequestState]
-
-
 class Engine:
     """Runs one model. `operators` are bound by the same plan as the model's own.
 
     `certificate` says what determines the bits of what this engine computes; it is replaced when the weights are.
-    `staging` reads new weights; without it they cannot be exchanged.
+    `staging` reads new weights; without it they cannot be exchanged. `device` is opened by its name in the options.
+    `steps_ahead` counts the steps that were issued before the tokens of the one in front of them were read.
     """
 
     def __init__(
@@ -102,6 +102,7 @@ class Engine:
         options: EngineOptions,
         certificate: Certificate | None = None,
         staging: WeightStaging | None = None,
+        device: Device | None = None,
     ) -> None:
         if options.num_pages < pages_for(options.max_model_len):
             raise ValueError(
@@ -116,6 +117,7 @@ class Engine:
         self._fingerprint = self.fingerprint
         self._staging = staging
         self._weight_version = options.weight_version
+        self._device = device or open_device(options.device)
         self._cache = KVCache(
             model.kv_specs(),
             options.num_pages,
@@ -134,14 +136,19 @@ class Engine:
         self._runner = Runner(
             model,
             self._cache,
+            self._device,
             token_budget=options.max_num_batched_tokens,
             max_seats=options.max_num_seqs,
-            device=options.device,
+            buckets=options.decode_buckets,
+            decode=self._decode,
         )
         self._sampler = Sampler(
             operators, max_seats=options.max_num_seqs, vocab_size=model.vocab_size, device=options.device
         )
+        self._operators = operators
         self._logprobs = Logprobs(operators, raw=options.raw_logprobs)
+        self._flight: Flight | None = None
+        self.steps_ahead = 0
         self._steps = self._prompt_tokens = self._generated_tokens = self._finished = 0
         self._step_seconds = self._operator_seconds = 0.0
 
@@ -190,16 +197,26 @@ class Engine:
         if not self.has_work:
             return []
         started = time.perf_counter()
-        schedule = self._scheduler.schedule()
-        batch, rows = self._runner.build(schedule)
-        computing = time.perf_counter()
-        computed = self._compute(batch, rows)
-        self._operator_seconds += time.perf_counter() - computing
-        self._advance(schedule)
-        updates = self._commit(rows, computed)
+        flight = self._flight if self._flight and self._flight.live() else self._launch(self._scheduler.schedule())
+        self._flight = self._launch_ahead(flight)
+        updates = self._land(flight)
         self._steps += 1
         self._step_seconds += time.perf_counter() - started
         return updates
+
+    def record_steps(self) -> Iterator[tuple[int, int]]:
+        """Record the decode steps of every bucket before the first request; yields how many are done, and of how many.
+
+        Without it a bucket is recorded when it is first needed.
+        """
+        graphs = self._runner.graphs
+        if graphs is not None:
+            yield from ((done, len(graphs.buckets)) for done in graphs.record_all())
+
+    @property
+    def replays(self) -> int:
+        """Decode steps that ran as recorded ones."""
+        return 0 if self._runner.graphs is None else self._runner.graphs.replays
 
     def stats(self) -> EngineStats:
         """Gauges and counters."""
@@ -242,6 +259,7 @@ class Engine:
 
     def preempt(self, request_ids: Collection[str]) -> int:
         """Send running requests back to the queue to be recomputed; how many were running. Changes no output."""
+        self._flight = None
         return self._scheduler.preempt(request_ids)
 
     def stage_weights(self, source: str | Path | NamedTensors) -> StagedWeights:
@@ -271,6 +289,7 @@ class Engine:
         `weights` is their digest where it is known; the fingerprint changes in any case.
         """
         self._weight_version = weight_version
+        self._flight = None
         self._scheduler.change_weights(weight_version)
         if self.certificate is not None:
             self.certificate = self.certificate.with_weights(weight_version, weights)
@@ -280,15 +299,89 @@ class Engine:
         """Every layer's keys, then values, for inspection; shapes as in `ForwardBatch.kv_caches`."""
         return [tensor for side in zip(*self._cache.tensors, strict=True) for tensor in side]
 
+    def _launch(self, schedule: Schedule) -> Flight:
+        """Issue a step. What a device out of memory could not compute is in the flight's `shed`."""
+        batch, rows = self._runner.build(schedule)
+        self._sampler.fill(rows.sampled, rows.inputs.host)
+        rows.inputs.upload()
+        computing = time.perf_counter()
+        try:
+            flight = self._compute(schedule, batch, rows)
+        except torch.OutOfMemoryError as error:
+            flight = Flight(schedule, rows, shed=f"{error}; {self._device.reclaim()}")
+        self._operator_seconds += time.perf_counter() - computing
+        return flight
+
+    def _launch_ahead(self, flight: Flight) -> Flight | None:
+        """Issue the decode step that follows `flight` without waiting for its tokens, where nothing depends on them."""
+        if flight.reading is None or not self.options.ahead:
+            return None
+        schedule = self._scheduler.ahead(flight.live())
+        if schedule is None:
+            return None
+        batch, rows = self._runner.build_ahead(schedule, flight.rows_of(schedule.decodes))
+        self._sampler.fill(rows.sampled, rows.inputs.host, ahead=1)
+        rows.inputs.upload()
+        computing = time.perf_counter()
+        try:
+            self._runner.feed(batch, flight.reading.tokens)
+            ahead = self._compute(schedule, batch, rows)
+            self.steps_ahead += 1
+            return ahead
+        except torch.OutOfMemoryError:
+            # The same step comes again when `flight` was read, and fails its requests if it must.
+            self._device.reclaim()
+            return None
+        finally:
+            self._operator_seconds += time.perf_counter() - computing
+
+    def _land(self, flight: Flight) -> list[TokenUpdate]:
+        """Wait for a step's tokens and give them to the requests."""
+        waiting = time.perf_counter()
+        flight.read()
+        self._operator_seconds += time.perf_counter() - waiting
+        if flight.shed:
+            return self._shed(flight)
+        self._advance(flight.schedule)
+        return self._commit(flight)
+
     @torch.inference_mode()
-    def _compute(self, batch: ForwardBatch, rows: StepRows) -> _Computed:
-        hidden = self._runner.forward(batch)
-        poisoned = [span[0] for span in rows.prompt_spans if not self._read_prompt_span(hidden, *span)]
-        if not rows.sampled:
-            return _Computed([], {}, poisoned)
-        logits = self._runner.logits(hidden, batch.logits_rows)
-        tokens = self._sampler.sample(logits, rows.sampled)
-        return _Computed(tokens, self._output_logprobs(logits, rows.sampled, tokens), poisoned)
+    def _compute(self, schedule: Schedule, batch: ForwardBatch, rows: StepRows) -> Flight:
+        flight = Flight(schedule, rows)
+        if rows.bucket is not None:
+            logits, drawn = self._runner.replay(rows)
+        else:
+            hidden = self._runner.forward(batch)
+            flight.poisoned = [span[0] for span in rows.prompt_spans if not self._read_prompt_span(hidden, *span)]
+            if not rows.sampled:
+                return flight
+            logits, drawn = self._runner.logits(hidden, batch.logits_rows), None
+        columns = rows.inputs.columns
+        tokens = self._sampler.sample(logits, rows.sampled, columns, drawn)
+        if self.options.ahead and flight.is_simple:
+            flight.reading = self._start_reading(logits, tokens, rows)
+        else:
+            flight.tokens = self._device.read(tokens)()[0].tolist()
+            flight.logprobs = self._output_logprobs(logits, rows.sampled, flight.tokens)
+        return flight
+
+    def _decode(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        """A decode step, for recording: logits and tokens of every row, one for each sequence."""
+        logits = self._runner.model.compute_logits(self._runner.forward(inputs.batch))
+        return logits, self._operators.sample(logits, *inputs.columns)
+
+    def _start_reading(self, logits: torch.Tensor, tokens: torch.Tensor, rows: StepRows) -> Reading:
+        """Start copying tokens to the host, and the logprobs of all of them if somebody asks for one."""
+        if all(state.request.params.logprobs is None for state in rows.sampled):
+            return Reading(tokens, self._device.read(tokens))
+        temperature = rows.inputs.columns.temperature[: len(rows.sampled)]
+        return Reading(tokens, self._device.read(tokens, *self._logprobs.start(logits, tokens, temperature)))
+
+    def _shed(self, flight: Flight) -> list[TokenUpdate]:
+        """Fail the requests whose prompts the device could not hold, or the youngest; the others are computed again."""
+        schedule = flight.schedule
+        states = schedule.chunks or schedule.decodes[-1:]
+        return [self._finish(state, "error", error=f"out of memory: {flight.shed}") for state in states]
 
     def _read_prompt_span(self, hidden: torch.Tensor, state: RequestState, row: int, position: int, count: int) -> bool:
         """Logprobs of the prompt tokens that follow `count` rows; False when one is NaN. Memory: a few rows at once."""
@@ -331,18 +424,20 @@ class Engine:
 
     def _advance(self, schedule: Schedule) -> None:
         for state in schedule.decodes:
-            self._scheduler.computed(state, 1)
+            # One that ended while the step was in flight holds no page any more.
+            if state.seat >= 0:
+                self._scheduler.computed(state, 1)
         for state, count in zip(schedule.chunks, schedule.counts, strict=True):
             self._scheduler.computed(state, count)
             self._prompt_tokens += count
 
-    def _commit(self, rows: StepRows, computed: _Computed) -> list[TokenUpdate]:
+    def _commit(self, flight: Flight) -> list[TokenUpdate]:
         """Append the tokens, end what has ended, and say so."""
-        updates = [self._fail(state) for state in computed.poisoned]
-        for row, (state, token) in enumerate(zip(rows.sampled, computed.tokens, strict=True)):
+        updates = [self._fail(state) for state in flight.poisoned]
+        for row, (state, token) in enumerate(zip(flight.rows.sampled, flight.tokens, strict=True)):
             if state.seat >= 0:
-                updates.append(self._commit_token(state, token, computed.logprobs.get(row)))
-        updates += [self._finish(state, "length") for state in rows.complete if state.seat >= 0]
+                updates.append(self._commit_token(state, token, flight.logprobs.get(row)))
+        updates += [self._finish(state, "length") for state in flight.rows.complete if state.seat >= 0]
         return updates
 
     def _commit_token(self, state: RequestState, token: int, logprobs: PositionLogprobs | None) -> TokenUpdate:

@@ -60,6 +60,16 @@ class Logprobs:
             )
         ]
 
+    def start(
+        self, logits: torch.Tensor, tokens: torch.Tensor, temperature: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Values float32[R] and ranks int64[R] of `tokens` (int64[R], -1: none) on their device; waits for nothing."""
+        if self._raw:
+            temperature = torch.ones_like(temperature)
+        operators = self._operators
+        values = operators.logprobs(logits, tokens.unsqueeze(-1), temperature, operators.order, operators.block)
+        return values[:, 0], _count_ahead(logits, tokens.clamp_min(0)) + 1
+
     def _extras(self, row: torch.Tensor, ids: Sequence[int], values: Sequence[float]) -> list[TokenLogprob]:
         if not ids:
             return []
@@ -107,14 +117,20 @@ def ranks(logits: torch.Tensor, ids: torch.Tensor) -> list[int]:
 
     Ahead of a token are those before it that are at least as good and those after it that are better.
     """
-    mine = logits.gather(-1, ids.unsqueeze(-1))
     if logits.is_cuda:
-        before = torch.arange(logits.shape[-1], device=logits.device) < ids.unsqueeze(-1)
-        ahead: list[int] = torch.where(before, logits >= mine, logits > mine).sum(-1).tolist()
-        return [count + 1 for count in ahead]
+        counts: list[int] = (_count_ahead(logits, ids) + 1).tolist()
+        return counts
+    mine = logits.gather(-1, ids.unsqueeze(-1))
     # On a CPU, torch would wake its threads for every row, and count booleans by widening each to 64 bits.
     places = []
     for row, value, token in zip(logits.to(torch.float32).numpy(), mine[:, 0].tolist(), ids.tolist(), strict=True):
         not_worse = np.count_nonzero(row[:token] >= value)
         places.append(1 + int(not_worse) + int(np.count_nonzero(row[token + 1 :] > value)))
     return places
+
+
+def _count_ahead(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """How many tokens of row r stand before `ids[r]`, int64[R], without leaving the device."""
+    mine = logits.gather(-1, ids.unsqueeze(-1))
+    before = torch.arange(logits.shape[-1], device=logits.device) < ids.unsqueeze(-1)
+    return torch.where(before, logits >= mine, logits > mine).sum(-1)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from tokenspeed.engine.inputs import HostArrays, SamplingColumns
 from tokenspeed.engine.penalties import LogitsEdit
 from tokenspeed.engine.state import RequestState
 from tokenspeed.layers.context import LayerContext, Operation
@@ -62,51 +63,59 @@ class Sampler:
         self._edits: list[LogitsEdit | None] = [None] * max_seats
         self._owner: list[RequestState | None] = [None] * max_seats
 
-    def sample(self, logits: torch.Tensor, states: list[RequestState]) -> list[int]:
-        """Token ids for the rows of `logits` ([R, V], not changed), one for each state; -1 where a row has none."""
+    def fill(self, states: list[RequestState], host: HostArrays, ahead: int = 0) -> None:
+        """Write the columns of `states` into the first rows; rows behind them are greedy, and nobody reads them.
+
+        `ahead` tokens of each state are sampled and not known yet.
+        """
         for state in states:
             if self._owner[state.seat] is not state:
                 self._take_seat(state)
+        count = len(states)
+        seats = np.array([state.seat for state in states], dtype=np.intp)
+        host.temperature[:count] = self._temperature[seats]
+        host.top_k[:count] = self._top_k[seats]
+        host.top_p[:count] = self._top_p[seats]
+        host.min_p[:count] = self._min_p[seats]
+        host.seeds[:count] = self._seed[seats]
+        host.sampled_positions[:count] = [state.length + ahead for state in states]
+        if count < len(host.temperature):
+            for column in (host.temperature, host.top_k, host.min_p, host.seeds, host.sampled_positions):
+                column[count:] = 0
+            host.top_p[count:] = 1
+
+    def sample(
+        self,
+        logits: torch.Tensor,
+        states: list[RequestState],
+        columns: SamplingColumns,
+        drawn: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Token ids int64[R] for the rows of `logits` ([R, V], not changed), one a state; -1 where a row has none.
+
+        `drawn` are tokens that were sampled already, without what requests change in their logits. Waits for nothing.
+        """
         edited = [row for row, state in enumerate(states) if state.needs_logits_edit]
         if not edited:
-            return self._run(self._operators.sample, logits, states)
-        chosen = dict(zip(edited, self._sample_edited(logits, [states[row] for row in edited], edited), strict=True))
-        plain = [row for row in range(len(states)) if row not in chosen]
-        if plain:
-            ids = self._run(self._operators.sample, logits[plain], [states[row] for row in plain])
-            chosen.update(zip(plain, ids, strict=True))
-        return [chosen[row] for row in range(len(states))]
+            return self._operators.sample(logits, *columns) if drawn is None else drawn
+        tokens = torch.empty(len(states), dtype=torch.int64, device=self._device) if drawn is None else drawn.clone()
+        plain = [row for row, state in enumerate(states) if not state.needs_logits_edit]
+        if plain and drawn is None:
+            rows = torch.tensor(plain, device=self._device)
+            tokens[rows] = self._operators.sample(logits[rows], *(column[rows] for column in columns))
+        rows = torch.tensor(edited, device=self._device)
+        copy = logits[rows].to(torch.float32)
+        for row, state in zip(copy, [states[row] for row in edited], strict=True):
+            edit = self._edits[state.seat]
+            assert edit is not None
+            edit.apply(row, state.generated)
+        tokens[rows] = self._operators.sample_edited(copy, *(column[rows] for column in columns))
+        return tokens
 
     def temperatures(self, states: list[RequestState]) -> torch.Tensor:
         """float32[R]: what a reported log-probability is scaled by."""
         values = np.array([state.request.params.temperature for state in states], dtype=np.float32)
         return torch.from_numpy(values).to(self._device)
-
-    def _sample_edited(self, logits: torch.Tensor, states: list[RequestState], rows: list[int]) -> list[int]:
-        copy = logits[rows].to(torch.float32)
-        for row, state in zip(copy, states, strict=True):
-            edit = self._edits[state.seat]
-            assert edit is not None
-            edit.apply(row, state.generated)
-        return self._run(self._operators.sample_edited, copy, states)
-
-    def _run(self, sample: Callable[..., torch.Tensor], logits: torch.Tensor, states: list[RequestState]) -> list[int]:
-        seats = np.array([state.seat for state in states], dtype=np.intp)
-        positions = np.array([state.length for state in states], dtype=np.int64)
-        ids = sample(
-            logits,
-            self._tensor(self._temperature[seats]),
-            self._tensor(self._top_k[seats]),
-            self._tensor(self._top_p[seats]),
-            self._tensor(self._min_p[seats]),
-            self._tensor(self._seed[seats]),
-            self._tensor(positions),
-        )
-        tokens: list[int] = ids.tolist()
-        return tokens
-
-    def _tensor(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._device)
 
     def _take_seat(self, state: RequestState) -> None:
         """Write a newly seated request's parameters into its seat."""

@@ -91,6 +91,26 @@ class Scheduler:
             budget -= self._add_chunk(plan, admitted, budget)
         return plan
 
+    def ahead(self, sampled: list[RequestState]) -> Schedule | None:
+        """The decode step after one whose tokens for `sampled` nobody has read yet, or None where they must be read.
+
+        It goes ahead when nothing but the tokens could change it: every request that runs is in `sampled`, nobody waits
+        who could be seated, and everyone's next page is at hand. A request that one of the unread tokens ends takes
+        part for nothing. One that ends for want of room does not take part.
+        """
+        going = [state for state in sampled if state.length + 1 < state.max_total]
+        seats = bool(self._free_seats) or len(going) < len(sampled)
+        if not going or len(sampled) < len(self.running) or (self.waiting and seats):
+            return None
+        growing = [state for state in going if state.length >= len(state.pages) * PAGE_SIZE]
+        if len(growing) > self.cache.available:
+            return None
+        for state in growing:
+            pages = self.cache.allocate(1)
+            assert pages is not None
+            self._append_pages(state, pages)
+        return Schedule(decodes=going)
+
     def computed(self, state: RequestState, count: int) -> None:
         """`count` more tokens of `state` went through the model: publish the pages that they filled."""
         before = state.computed

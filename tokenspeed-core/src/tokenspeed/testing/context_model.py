@@ -52,8 +52,9 @@ class ContextModel:
         """Hidden [T, 1]: the index of each token's context, read from the cache, for `compute_logits`."""
         keys, values = batch.kv_caches[0]
         flat = keys.view(-1)
-        flat[batch.slots] = batch.token_ids.to(flat.dtype)
-        values.view(-1)[batch.slots] = batch.positions.to(flat.dtype)
+        wanted = batch.slots >= 0
+        flat[batch.slots[wanted]] = batch.token_ids[wanted].to(flat.dtype)
+        values.view(-1)[batch.slots[wanted]] = batch.positions[wanted].to(flat.dtype)
         self._contexts = []
         starts = batch.query_starts.tolist()
         self.largest_batch = max(self.largest_batch, len(starts) - 1)
@@ -65,6 +66,8 @@ class ContextModel:
             assert torch.equal(values.view(-1)[slots].to(torch.int64), where), "positions in the cache are wrong"
             for row in range(first, last):
                 self._contexts.append(tokens[: length - (last - 1 - row)])
+        # Rows that belong to no sequence have no context.
+        self._contexts += [np.empty(0, dtype=np.int64)] * (len(batch.token_ids) - len(self._contexts))
         return torch.arange(len(batch.token_ids), dtype=torch.int64).unsqueeze(-1)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -73,7 +76,7 @@ class ContextModel:
 
     def logits_of(self, context: np.ndarray) -> torch.Tensor:
         """Logits [V] after these token ids; what the engine must come to by whatever way."""
-        if self._favour is not None and (own := self._favour(context)) is not None:
+        if self._favour is not None and len(context) and (own := self._favour(context)) is not None:
             return own
         digest = 1
         for token in context.tolist():

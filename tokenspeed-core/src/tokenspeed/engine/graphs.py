@@ -1,0 +1,119 @@
+"""Decode steps that were recorded once and are replayed: which sizes there are, and the recordings.
+
+A decode step is recorded for a *bucket*: so many rows, and page tables so wide. A step of fewer rows runs in the
+smallest bucket that holds it. The rows that are left over belong to no sequence (`kernels.operators`): they write no
+slot and read no page, and nobody reads what comes out of them. A row's bits do not depend on the rows beside it, so a
+step gives the same bits in every bucket, and without one.
+
+On a device that records nothing (a CPU) the same function runs again on the same memory, so the logic is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from tokenspeed.engine.device import Device
+from tokenspeed.engine.inputs import InputBuffers, Shape, StepInputs
+
+BUCKET_ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+"""Rows of the buckets; what is chosen between them is padding against the time and memory of recording. Not timed."""
+
+BUCKET_PAGES = (64, 512)
+"""Widths of page tables (contexts of 1,024 and 8,192 tokens) below that of the longest context."""
+
+
+class Bucket(NamedTuple):
+    """Rows of a recorded decode step, and pages that each of its contexts may have."""
+
+    rows: int
+    pages: int
+
+
+def plan_buckets(max_num_seqs: int, max_pages: int) -> tuple[Bucket, ...]:
+    """Buckets for every decode step of an engine of up to 512 seats, the largest first.
+
+    A step of more rows than the largest bucket is not recorded. `max_pages` holds the longest context.
+    """
+    most = min(max_num_seqs, BUCKET_ROWS[-1])
+    rows = sorted({*(size for size in BUCKET_ROWS if size < most), most}, reverse=True)
+    pages = sorted({*(width for width in BUCKET_PAGES if width < max_pages), max_pages}, reverse=True)
+    return tuple(Bucket(size, width) for width in pages for size in rows)
+
+
+@dataclass
+class DecodeOutputs:
+    """What recorded steps write: logits [rows, V] in the model's dtype, tokens int64[rows]. The next one overwrites."""
+
+    logits: torch.Tensor
+    tokens: torch.Tensor
+
+
+Decode = Callable[[StepInputs], tuple[torch.Tensor, torch.Tensor]]
+"""One decode step: logits [R, V] and sampled tokens int64[R] of all its rows."""
+
+
+class DecodeGraphs:
+    """The recordings of one engine. `decode` computes a step; it is read again when a recording is made."""
+
+    def __init__(self, device: Device, inputs: InputBuffers, buckets: tuple[Bucket, ...], decode: Decode) -> None:
+        self.buckets = tuple(sorted(buckets))
+        self.replays = 0
+        self._device = device
+        self._inputs = inputs
+        self._decode = decode
+        self._recorded: dict[Bucket, Callable[[], None]] = {}
+        self._outputs: DecodeOutputs | None = None
+
+    def find(self, rows: int, pages: int) -> Bucket | None:
+        """The smallest bucket that holds `rows` contexts of up to `pages` pages: fewest rows, then fewest pages."""
+        return next((bucket for bucket in self.buckets if bucket.rows >= rows and bucket.pages >= pages), None)
+
+    def inputs(self, bucket: Bucket) -> StepInputs:
+        """The arrays that a recording reads; fill and upload them, then `replay`."""
+        return self._inputs.take(Shape(bucket.rows, bucket.rows, bucket.pages, bucket.rows))
+
+    def record_all(self) -> Iterator[int]:
+        """Record every bucket, the largest first, so that smaller ones find room in its memory; yields how many are."""
+        for done, bucket in enumerate(reversed(self.buckets), 1):
+            inputs = self.inputs(bucket)
+            inputs.host.pad(0)
+            inputs.upload()
+            self._recorded[bucket] = self._record(bucket, inputs)
+            yield done
+
+    def forget(self) -> None:
+        """The model is another object: recordings are made anew when they are needed."""
+        self._recorded.clear()
+
+    def replay(self, bucket: Bucket, inputs: StepInputs, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits and tokens of the first `rows` rows of uploaded `inputs`; valid until the next replay.
+
+        A bucket that has no recording gets one: computing a step twice changes nothing that it wrote.
+        """
+        replay = self._recorded.get(bucket)
+        if replay is None:
+            replay = self._recorded[bucket] = self._record(bucket, inputs)
+        replay()
+        self.replays += 1
+        assert self._outputs is not None
+        return self._outputs.logits[:rows], self._outputs.tokens[:rows]
+
+    @torch.inference_mode()
+    def _record(self, bucket: Bucket, inputs: StepInputs) -> Callable[[], None]:
+        if self._outputs is None:
+            # The first run of all, outside of a recording, tells the shape and dtype of the logits.
+            logits, tokens = self._decode(inputs)
+            most = self.buckets[-1].rows
+            self._outputs = DecodeOutputs(logits.new_zeros(most, logits.shape[1]), tokens.new_zeros(most))
+        outputs = self._outputs
+
+        def run() -> None:
+            logits, tokens = self._decode(inputs)
+            outputs.logits[: bucket.rows].copy_(logits)
+            outputs.tokens[: bucket.rows].copy_(tokens)
+
+        return self._device.record(run)
