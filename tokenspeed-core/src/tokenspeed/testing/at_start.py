@@ -80,6 +80,8 @@ def sizes_of(need: Need) -> dict[str, int]:
     sizes = {FACT_AXES[name]: value for name, value in facts.items() if name in FACT_AXES}
     if "group_size" in facts:
         sizes |= {"Hkv": 1, "Hq": facts["group_size"]}
+    if "width" in facts and "latent_dim" not in facts:  # what is written is read back as a latent part and a key
+        sizes["R"] = facts["width"] // 2
     return {axis: min(size, LARGEST.get(axis, size)) for axis, size in sizes.items()}
 
 
