@@ -9,12 +9,60 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+LATENT = {
+    "num_key_value_heads": 6,
+    "kv_lora_rank": 24,
+    "q_lora_rank": 40,
+    "qk_nope_head_dim": 20,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+}
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "Llama": {"tie_word_embeddings": False},
     "Qwen2": {"tie_word_embeddings": True},
     "Qwen3": {"head_dim": 32, "tie_word_embeddings": True, "attention_bias": True},
+    "Qwen3Moe": {
+        "head_dim": 32,
+        "num_experts": 12,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 40,
+        "mlp_only_layers": [1],
+        "norm_topk_prob": True,
+    },
+    "Mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 64},
+    "DeepseekV3": {
+        **LATENT,
+        "n_routed_experts": 12,
+        "num_experts_per_tok": 4,
+        "n_group": 4,
+        "topk_group": 2,
+        "moe_intermediate_size": 40,
+        "first_k_dense_replace": 1,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "original_max_position_embeddings": 512,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.7,
+        },
+    },
+    "LongcatFlash": {
+        **LATENT,
+        "num_hidden_layers": 4,
+        "num_layers": 2,
+        "ffn_hidden_size": 160,
+        "n_routed_experts": 7,
+        "zero_expert_num": 4,
+        "moe_topk": 4,
+        "expert_ffn_hidden_size": 40,
+        "routed_scaling_factor": 3.0,
+        "head_dim": 8,
+    },
 }
 
 MakeFolder = Callable[..., Path]
@@ -30,11 +78,20 @@ def make_folder(make_checkpoint: Callable[..., Path], tmp_path_factory: pytest.T
             source = make_checkpoint(family, dtype=dtype, **FAMILIES[family])
             folder = tmp_path_factory.mktemp("trainer") / f"{family.lower()}-{dtype}".replace("torch.", "")
             shutil.copytree(source, folder)
+            weaken_bias(folder / "model.safetensors")
             byte_tokenizer().save(str(folder / "tokenizer.json"))
             made[family, dtype] = folder
         return made[family, dtype]
 
     return make
+
+
+def weaken_bias(file: Path) -> None:
+    """Make the correction biases of routers small beside their scores, so that tokens choose different experts."""
+    tensors = load_file(file)
+    biases = {name: tensor * 0.1 for name, tensor in tensors.items() if name.endswith("e_score_correction_bias")}
+    if biases:
+        save_file(tensors | biases, file, {"format": "pt"})
 
 
 def byte_tokenizer() -> Tokenizer:

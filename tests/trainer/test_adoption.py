@@ -15,14 +15,15 @@ import torch
 from tokenspeed import LLM
 from tokenspeed.errors import StartRefused
 from tokenspeed.trainer import adopt, forget_packed_weights, logprobs, restore
-from tokenspeed.trainer.adoption import MODULES
+from tokenspeed.trainer.table import MODULES
 from tokenspeed_models.plugin import tokenspeed_models
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 LENGTHS = [512, 257, 256, 255, 129, 128, 127, 65, 64, 63, 33, 31, 17, 16, 15, 2]
 VOCAB = 320
-CASES = [(family, dtype) for family in ("Llama", "Qwen2", "Qwen3") for dtype in (torch.bfloat16, torch.float32)]
+FAMILIES = ("Llama", "Qwen2", "Qwen3", "Qwen3Moe", "Mixtral", "DeepseekV3", "LongcatFlash")
+CASES = [(family, dtype) for family in FAMILIES for dtype in (torch.bfloat16, torch.float32)]
 
 MakeFolder = Callable[[str, torch.dtype], Path]
 Load = Callable[[Path], Any]
@@ -85,18 +86,21 @@ def checkpoint_activations(model: Any, reentrant: bool) -> None:
     enable({"use_reentrant": reentrant})
 
 
+ONE_OF_MANY = ("layers.1.mlp.up_proj.weight", "layers.0.mlp.experts.down_proj", "layers.1.mlp.experts.down_proj")
+"""Parameters of which one value is changed."""
+
+
 def same(got: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
     return all(torch.equal(a.detach(), b) for a, b in zip(got, expected, strict=True))
 
 
-NOT_ADOPTED = {"DeepseekV3ForCausalLM", "LongcatFlashForCausalLM", "MixtralForCausalLM", "Qwen3MoeForCausalLM"}
-"""Architectures that promise rl-bitwise and have no table of modules yet: routed experts, latent attention."""
+SPARSE = {"DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"}
+"""Architectures with sparse attention, which have no table of modules."""
 
 
 def test_which_architectures_can_be_adopted() -> None:
     promised = {profile.architecture for profile in tokenspeed_models() if "rl-bitwise" in profile.numerics_envelopes}
-    assert promised - set(MODULES) == NOT_ADOPTED
-    assert set(MODULES) <= promised
+    assert promised - SPARSE == set(MODULES) == {f"{family}ForCausalLM" for family in FAMILIES}
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}-{case[1]}")
@@ -161,7 +165,9 @@ def test_while_training(model: Any, expected: list[torch.Tensor]) -> None:
 def test_gradients_are_those_of_the_stock_model(model: Any, folder: Path, load_trainer: Load) -> None:
     sequences = ragged()[10:20]
     stock = load_trainer(folder)
-    dtype = next(stock.parameters()).dtype
+    # In bf16 a router's near ties are decided otherwise, which is a difference of a whole expert.
+    routed = any("experts" in name for name, _ in stock.named_parameters())
+    tolerance = 1e-4 if stock.dtype == torch.float32 else 0.5 if routed else 0.1
     for each in (model, stock):
         batch = padded(sequences, "right")
         found = [
@@ -173,7 +179,7 @@ def test_gradients_are_those_of_the_stock_model(model: Any, folder: Path, load_t
         if name.endswith("k_proj.bias"):
             continue  # adds the same to all scores of a query, so what is computed for it is rounding alone
         difference = float((a.grad - b.grad).float().norm() / b.grad.float().norm())
-        assert difference < (1e-4 if dtype == torch.float32 else 0.1), name
+        assert difference < tolerance, name
 
 
 def test_after_optimiser_steps_with_weights_pushed(model: Any, folder: Path) -> None:
@@ -192,7 +198,7 @@ def test_after_optimiser_steps_with_weights_pushed(model: Any, folder: Path) -> 
             model.zero_grad()
             after = trainer_logprobs(model, batch, sequences)
             assert not same(after, engine_logprobs(llm, sequences))
-            llm.update_weights(model.named_parameters())
+            llm.update_weights(model.state_dict().items())
             assert same(after, engine_logprobs(llm, sequences))
             seen.append(torch.cat(after).detach())
     assert all(not torch.equal(a, b) for a, b in pairwise(seen))
@@ -201,22 +207,23 @@ def test_after_optimiser_steps_with_weights_pushed(model: Any, folder: Path) -> 
 @torch.no_grad()
 def test_an_unadopted_model_differs(folder: Path, load_trainer: Load, expected: list[torch.Tensor]) -> None:
     stock = load_trainer(folder).eval()
-    sequences = ragged()
-    batch = packed(sequences)
-    assert not same(trainer_logprobs(stock, batch, sequences), expected)
+    sequences, expected = ragged()[8:], expected[8:]
+    batch = padded(sequences, "right")
+    before = trainer_logprobs(stock, batch, sequences)
+    assert not same(before, expected)
     adopt(stock)
     restored = copy.deepcopy(stock)
     restore(restored)
-    assert not same(trainer_logprobs(restored, batch, sequences), expected)
+    assert same(trainer_logprobs(restored, batch, sequences), before)
     assert same(trainer_logprobs(stock, batch, sequences), expected)
 
 
 @torch.no_grad()
 def test_one_ulp_of_one_weight_shows(model: Any, expected: list[torch.Tensor]) -> None:
     sequences = ragged()
-    weight = model.model.layers[1].mlp.up_proj.weight
-    bits = weight.view(torch.int16 if weight.dtype == torch.bfloat16 else torch.int32)
-    bits[7, 5] += 1
+    weight = next(tensor for name, tensor in model.named_parameters() if name.endswith(ONE_OF_MANY))
+    bits = weight.view(torch.int16 if weight.dtype == torch.bfloat16 else torch.int32).view(-1)
+    bits[weight.abs().argmax()] += 1
     assert not same(trainer_logprobs(model, packed(sequences), sequences), expected)
 
 
@@ -310,13 +317,20 @@ class TestRefusals:
         stock.model.layers[0].self_attn.attention_dropout = 0.1
         assert "attention_dropout is 0.1" in self.refused(stock)
 
-    def test_an_architecture_without_a_table(self) -> None:
-        import transformers
+    def test_an_architecture_without_a_table(self, stock: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delitem(MODULES, "Qwen3ForCausalLM")
+        assert "no table of modules for Qwen3ForCausalLM" in self.refused(stock)
 
-        shape = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
-        shape |= {"vocab_size": 11, "num_experts": 4, "moe_intermediate_size": 16, "head_dim": 32}
-        model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**shape))
-        assert "no table of modules for Qwen3MoeForCausalLM" in self.refused(model)
+    def test_noise_in_the_router(self, make_folder: MakeFolder, load_trainer: Load) -> None:
+        model = load_trainer(make_folder("Mixtral", torch.float32))
+        model.model.layers[1].mlp.jitter_noise = 0.01
+        assert "model.layers.1.mlp: router_jitter_noise is 0.01" in self.refused(model)
+
+    def test_fp32_elsewhere_than_in_routers(self, make_folder: MakeFolder, load_trainer: Load) -> None:
+        model = load_trainer(make_folder("DeepseekV3", torch.bfloat16))
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16, torch.float32}
+        model.model.layers[1].mlp.experts.float()
+        assert "2 dtypes" in self.refused(model)
 
     def test_unknown_architecture(self) -> None:
         import transformers

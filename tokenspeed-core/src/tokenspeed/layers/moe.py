@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tokenspeed.layers.context import LayerContext
-from tokenspeed.layers.weights import TensorTarget, WeightLayer
+from tokenspeed.layers.weights import Bundle, TensorTarget, WeightLayer
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,12 @@ class Router(WeightLayer):
         for name, target in super().checkpoint_tensors(prefix):
             yield (f"{prefix}.{self.names.router}" if target.parameter == "weight" else name), target
 
+    def bundles(self, prefix: str) -> Iterator[tuple[str, Bundle]]:
+        assert self.weight is not None
+        stored, held = self.names.rename(prefix), f"{prefix}.{self.names.router}"
+        if stored != prefix:
+            yield held, Bundle((tuple(self.weight.shape),), {f"{stored}.{self.names.router}": ()})
+
     def pack(self) -> None:
         assert self.weight is not None
         self.packed = self.linear.prepare(self.weight.data)
@@ -105,7 +111,7 @@ class Router(WeightLayer):
 
 
 class Experts(WeightLayer):
-    """The routed experts' gated MLPs and their weighted sum.
+    """The routed experts' gated MLPs and their weighted sum. `num_identities` ids beyond them pass their input on.
 
     Checkpoints store them one by one (`3.gate_proj.weight`) or stacked (`gate_up_proj`, `down_proj`); both are read.
     The switch `moe_combine_order` decides in which order a token's outputs are added.
@@ -118,10 +124,12 @@ class Experts(WeightLayer):
         intermediate_size: int,
         num_experts: int,
         names: ExpertNames | None = None,
+        num_identities: int = 0,
     ) -> None:
         super().__init__()
         self.names = names or ExpertNames()
         self.num_experts = num_experts
+        self.num_identities = num_identities
         self.sizes = (intermediate_size, hidden_size)
         self.order = ctx.switches.get("moe_combine_order", "rank")
         self.stacked = False
@@ -146,11 +154,31 @@ class Experts(WeightLayer):
             return
         intermediate, hidden = self.sizes
         for expert in range(self.num_experts):
-            own, at = f"{prefix}.{expert}", (expert,)
-            for start, part in ((0, self.names.gate), (intermediate, self.names.up)):
-                target = TensorTarget(self, "gate_up_proj", (intermediate, hidden), start, at)
-                yield f"{own}.{part}.weight", target
-            yield f"{own}.{self.names.down}.weight", TensorTarget(self, "down_proj", (hidden, intermediate), 0, at)
+            gate, up, down = self._single_names(prefix, expert)
+            at = (expert,)
+            yield gate, TensorTarget(self, "gate_up_proj", (intermediate, hidden), 0, at)
+            yield up, TensorTarget(self, "gate_up_proj", (intermediate, hidden), intermediate, at)
+            yield down, TensorTarget(self, "down_proj", (hidden, intermediate), 0, at)
+
+    def bundles(self, prefix: str) -> Iterator[tuple[str, Bundle]]:
+        """The two stacked tensors of transformers' models, which may hold rows for the identities too."""
+        intermediate, hidden = self.sizes
+        rows = dict.fromkeys((self.num_experts, self.num_experts + self.num_identities))
+        gate_up: dict[str, tuple[int | slice, ...]] = {}
+        down: dict[str, tuple[int | slice, ...]] = {}
+        for expert in range(self.num_experts):
+            gate_name, up_name, down_name = self._single_names(self.names.rename(prefix), expert)
+            gate_up[gate_name] = (expert, slice(0, intermediate))
+            gate_up[up_name] = (expert, slice(intermediate, None))
+            down[down_name] = (expert,)
+        yield f"{prefix}.gate_up_proj", Bundle(tuple((n, 2 * intermediate, hidden) for n in rows), gate_up)
+        yield f"{prefix}.down_proj", Bundle(tuple((n, hidden, intermediate) for n in rows), down)
+
+    def _single_names(self, prefix: str, expert: int) -> tuple[str, str, str]:
+        """What a checkpoint calls the gate, up and down projection of one expert."""
+        names = self.names
+        gate, up, down = (f"{prefix}.{expert}.{part}.weight" for part in (names.gate, names.up, names.down))
+        return gate, up, down
 
     def pack(self) -> None:
         assert self.gate_up_proj is not None

@@ -6,7 +6,7 @@ layer at a time and packs it as soon as it is complete, so no second copy of the
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -41,6 +41,17 @@ class TensorTarget:
         whole[self.start : self.start + self.shape[0]].copy_(tensor)
 
 
+@dataclass(frozen=True)
+class Bundle:
+    """A tensor that a trainer's model holds where a checkpoint has others: stacked experts, or another name.
+
+    `shapes` it may have; `pieces` are the checkpoint's tensors, by name, and where in it each is.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    pieces: Mapping[str, tuple[int | slice, ...]]
+
+
 class WeightLayer(nn.Module):
     """A layer with parameters of its own. Subclasses create them with `new_weight` and pack them in `pack`."""
 
@@ -60,6 +71,10 @@ class WeightLayer(nn.Module):
         """The checkpoint tensors that fill this layer, by name; `prefix` is the layer's own name in the model."""
         for name, parameter in self.named_parameters(recurse=False):
             yield f"{prefix}.{name}", TensorTarget(self, name, tuple(parameter.shape))
+
+    def bundles(self, prefix: str) -> Iterator[tuple[str, Bundle]]:  # noqa: ARG002
+        """What a trainer's model may hold in the place of `checkpoint_tensors`, by name."""
+        yield from ()
 
     def allocate(self, device: torch.device) -> None:
         """Give the parameters memory (uninitialised) on `device`; constant tables are computed here."""

@@ -8,7 +8,7 @@ for both.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -76,7 +76,9 @@ class WeightStaging:
         return self._fill(model, checkpoint.read(model.checkpoint_tensors()))
 
     def from_tensors(self, tensors: NamedTensors) -> StagedWeights:
-        """Take tensors by their names in a checkpoint; each is copied before the next one is asked for.
+        """Take tensors by their names in a checkpoint, or in a trainer's model where those differ (stacked experts).
+
+        Each is copied before the next one is asked for.
 
         All tensors of the model must come, each once; their dtype is converted to the model's. Raises CheckpointError,
         with every tensor that is wrong or missing.
@@ -89,7 +91,7 @@ class WeightStaging:
         wanted = model.checkpoint_tensors()
         seen: Counter[str] = Counter()
         unexpected, misshaped, unreadable = [], [], []
-        for name, tensor in tensors:
+        for name, tensor in _pieces(model, wanted, tensors):
             target = wanted.get(name)
             if target is None:
                 if not model.ignores(name):
@@ -118,3 +120,20 @@ class WeightStaging:
             filling.add(name, tensor)
         filling.finish()
         return StagedWeights(model, WeightsDigest(MappingProxyType(digests)))
+
+
+def _pieces(model: CausalLM, wanted: Collection[str], tensors: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a checkpoint that these are. Raises CheckpointError for a bundle of another shape."""
+    bundles = model.bundles()
+    for name, tensor in tensors:
+        bundle = None if name in wanted else bundles.get(name)
+        if bundle is None:
+            yield name, tensor
+        elif tuple(tensor.shape) in bundle.shapes:
+            yield from ((piece, tensor[index]) for piece, index in bundle.pieces.items())
+        else:
+            shapes = " or ".join(str(list(shape)) for shape in bundle.shapes)
+            raise CheckpointError(
+                "the new weights do not fit the model that is running\n"
+                f"    mis-shaped (1):\n        {name} is {list(tensor.shape)}, the model wants {shapes}"
+            )

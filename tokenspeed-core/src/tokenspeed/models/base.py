@@ -17,7 +17,7 @@ from torch import nn
 from tokenspeed.engine.batch import ForwardBatch
 from tokenspeed.layers.attention import CachedAttention, KVSpec
 from tokenspeed.layers.context import LayerContext
-from tokenspeed.layers.weights import TensorTarget, WeightLayer
+from tokenspeed.layers.weights import Bundle, TensorTarget, WeightLayer
 
 __all__ = ["CausalLM", "KVSpec"]
 
@@ -68,6 +68,10 @@ class CausalLM(nn.Module):
         return {
             name: target for prefix, layer in self.weight_layers() for name, target in layer.checkpoint_tensors(prefix)
         }
+
+    def bundles(self) -> dict[str, Bundle]:
+        """What a trainer's model may hold in the place of a checkpoint's tensors, by name."""
+        return {name: bundle for prefix, layer in self.weight_layers() for name, bundle in layer.bundles(prefix)}
 
     def tables(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Constant tables that layers computed at start (rotary angles), by their name in the model."""

@@ -10,6 +10,8 @@ from collections import defaultdict
 
 import torch
 
+from tokenspeed.kernels.reference.moe import NORMALISE_EPSILON
+
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
@@ -37,14 +39,24 @@ def silu_and_mul(grad: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
     return torch.cat((grad_gate, wide_grad * gate * sigmoid), dim=-1).to(gate_up.dtype)
 
 
-def rotate_back(grad: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+def rotate_back(
+    grad: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, interleaved: bool = False
+) -> torch.Tensor:
     """Gradient of x [T,heads,D] for its rotation by the angles of `positions`: the opposite rotation (and scale)."""
     wide = _wide(grad)
     cos, sin = cos_sin[positions].to(wide.dtype).unsqueeze(1).chunk(2, dim=-1)
     rotary = 2 * cos.shape[-1]
-    first, second = wide[..., :rotary].chunk(2, dim=-1)
-    back = torch.cat((first * cos + second * sin, second * cos - first * sin, wide[..., rotary:]), dim=-1)
-    return back.to(grad.dtype)
+    turned = wide[..., :rotary]
+    first, second = (turned[..., 0::2], turned[..., 1::2]) if interleaved else turned.chunk(2, dim=-1)
+    pair = (first * cos + second * sin, second * cos - first * sin)
+    back = torch.stack(pair, dim=-1).flatten(-2) if interleaved else torch.cat(pair, dim=-1)
+    return torch.cat((back, wide[..., rotary:]), dim=-1).to(grad.dtype)
+
+
+def batched_linear(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of x [T,G,K] and weight [G,N,K] for the projection of each group, [T,G,N]."""
+    by_group = grad.transpose(0, 1)
+    return (by_group @ weight).transpose(0, 1), by_group.transpose(1, 2) @ x.transpose(0, 1)
 
 
 def logprobs(grad: torch.Tensor, logits: torch.Tensor, ids: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
@@ -83,6 +95,83 @@ def attention(
         for whole, index, part in zip((grad_q, grad_k, grad_v), (q_rows, k_rows, k_rows), parts, strict=True):
             whole[index] = part.to(whole.dtype)
     return grad_q, grad_k, grad_v
+
+
+def latent_attention(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    entries: torch.Tensor,
+    query_counts: list[int],
+    key_counts: list[int],
+    scale: float,
+    latent_dim: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of q [Tq,Hq,C] and entries [Tk,C], whose first `latent_dim` values are summed; else as `attention`."""
+    keys = _wide(entries).unsqueeze(1)
+    values = keys[..., :latent_dim]
+    grad_q, grad_keys, grad_values = attention(grad, q, keys, values, query_counts, key_counts, scale, 0)
+    grad_keys[..., :latent_dim] += grad_values
+    return grad_q, grad_keys.squeeze(1).to(entries.dtype)
+
+
+def route(
+    grad: torch.Tensor, logits: torch.Tensor, ids: torch.Tensor, scoring: str, normalise: bool, scale: float
+) -> torch.Tensor:
+    """Gradient of logits [T,E] for the weights [T,k] of the chosen experts (ids int64[T,k]); the choice is a constant.
+
+    `scoring`, `normalise` and `scale` as in `moe.route`.
+    """
+    wide = _wide(logits)
+    scores = torch.softmax(wide, dim=-1) if scoring == "softmax" else torch.sigmoid(wide)
+    grad_chosen = grad.to(scores.dtype) * scale
+    if normalise:
+        chosen = scores.gather(-1, ids)
+        total = chosen.sum(-1, keepdim=True) + NORMALISE_EPSILON
+        grad_chosen = (grad_chosen - (grad_chosen * chosen / total).sum(-1, keepdim=True)) / total
+    grad_scores = torch.zeros_like(scores).scatter(-1, ids, grad_chosen)  # an expert is chosen once, so nothing adds up
+    if scoring == "softmax":
+        grad_logits = scores * (grad_scores - (grad_scores * scores).sum(-1, keepdim=True))
+    else:
+        grad_logits = grad_scores * scores * (1 - scores)
+    return grad_logits.to(logits.dtype)
+
+
+def experts(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of x [T,H], gate_up [E,2F,H], down [E,H,F] and weights [T,k] for the sum over a token's slots of
+    weight * expert(x); an id (int[T,k]) of E or above is the identity.
+
+    Expert after expert: what each computed is computed again.
+    """
+    wide_grad = _wide(grad)
+    grad_x = torch.zeros_like(wide_grad)
+    grad_gate_up, grad_down = torch.zeros_like(gate_up), torch.zeros_like(down)
+    grad_weights = torch.zeros_like(weights)
+    for expert in sorted(set(ids.flatten().tolist())):
+        token, slot = (ids == expert).nonzero(as_tuple=True)
+        own_x, own_grad = x[token], wide_grad[token]
+        scaled = weights[token, slot, None].to(own_grad.dtype) * own_grad
+        if expert >= len(down):
+            out, back = own_x, scaled
+        else:
+            inner = own_x @ gate_up[expert].T
+            gate, up = _wide(inner).chunk(2, dim=-1)
+            hidden = (torch.nn.functional.silu(gate) * up).to(x.dtype)
+            out = hidden @ down[expert].T
+            grad_out = scaled.to(x.dtype)
+            grad_down[expert] = grad_out.T @ hidden
+            grad_inner = silu_and_mul(grad_out @ down[expert], inner)
+            grad_gate_up[expert] = grad_inner.T @ own_x
+            back = _wide(grad_inner @ gate_up[expert])
+        grad_weights[token, slot] = (_wide(out) * own_grad).sum(-1).to(weights.dtype)
+        grad_x[token] += back  # a token meets an expert once, so no row is added to twice
+    return grad_x.to(x.dtype), grad_gate_up, grad_down, grad_weights
 
 
 def _groups(query_counts: list[int], key_counts: list[int]) -> dict[tuple[int, int], list[tuple[int, int]]]:

@@ -36,6 +36,7 @@ class AttentionPlan:
     scale: float
     window: int
     table: torch.Tensor
+    interleaved: bool
 
 
 def linear_forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
@@ -64,9 +65,7 @@ def mlp_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
 def attention_forward(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, None]:
     """Grouped-query attention: hidden states [B,S,H] -> [B,S,H]; attention weights are never materialised."""
     plan: AttentionPlan = self.tokenspeed_plan
-    layout: Layout | None = kwargs.get(LAYOUT)
-    if layout is None:
-        raise ValueError("an attention layer of an adopted model was called by itself; call the model")
+    layout = layout_of(kwargs)
     batch, columns, _ = hidden_states.shape
     q, k, v = (
         proj(hidden_states).view(batch * columns, -1, self.head_dim) for proj in (self.q_proj, self.k_proj, self.v_proj)
@@ -74,9 +73,9 @@ def attention_forward(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> 
     if hasattr(self, "q_norm"):
         q, k = self.q_norm(q), self.k_norm(k)
     table = plan.table.to(q.device)
-    q, k = operators.rope(q, k, layout.position_ids.flatten(), table, plan.rope)
-    if (cache := _cache(kwargs)) is not None:
-        k, v = _through_cache(cache, k, v, batch, self.layer_idx, layout)
+    q, k = operators.rope(q, k, layout.position_ids.flatten(), table, plan.interleaved, plan.rope)
+    if (cache := cache_of(kwargs)) is not None:
+        k, v = through_cache(cache, k, v, batch, self.layer_idx, layout)
     out = _attend(plan, layout, q, k, v)
     return self.o_proj(out.view(batch, columns, -1)), None
 
@@ -103,16 +102,24 @@ def _attend(plan: AttentionPlan, layout: Layout, q: torch.Tensor, k: torch.Tenso
     return out if rows is None else torch.zeros_like(q).index_copy(0, rows, out)
 
 
-def _cache(kwargs: dict[str, Any]) -> Any:
+def layout_of(kwargs: dict[str, Any]) -> Layout:
+    """The layout that the decoder hands to its attention layers."""
+    layout: Layout | None = kwargs.get(LAYOUT)
+    if layout is None:
+        raise ValueError("an attention layer of an adopted model was called by itself; call the model")
+    return layout
+
+
+def cache_of(kwargs: dict[str, Any]) -> Any:
     """The KV cache of this call, by its name in newer and older releases of transformers."""
     cache = kwargs.get("cache")
     return kwargs.get("past_key_values") if cache is None else cache
 
 
-def _through_cache(
+def through_cache(
     cache: Any, k: torch.Tensor, v: torch.Tensor, batch: int, layer: int, layout: Layout
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Append keys and values [B*S,Hkv,D] to a transformers cache; all of the layer's, [B*L,Hkv,D]."""
+    """Append keys and values [B*S,Hkv,D] (D may differ) to a transformers cache; all of the layer's, [B*L,Hkv,D]."""
     k, v = (x.view(batch, -1, *x.shape[1:]).transpose(1, 2) for x in (k, v))
     k, v = cache.update(k, v, layer)
     if k.shape[2] != layout.key_columns:
@@ -141,7 +148,7 @@ def decoder_forward(
         raise ValueError("give input_ids or inputs_embeds")
     if isinstance(attention_mask, dict):
         raise ValueError("attention_mask is a mapping of prepared masks; give [batch, columns] or none")
-    cache = _cache(kwargs)
+    cache = cache_of(kwargs)
     layout = make_layout(
         tuple(inputs.shape[:2]),
         inputs.device,

@@ -79,10 +79,13 @@ rms_norm.register_autograd(_rms_norm_backward, setup_context=_rms_norm_setup)
 
 @custom_op("tokenspeed::rope", mutates_args=())
 def rope(
-    q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, kernel: str
+    q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, interleaved: bool, kernel: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """q [T,Hq,D] and k [T,Hkv,D] rotated by their positions (int64[T]); cos_sin is fp32 [positions,R]."""
-    q_out, k_out = loaded(kernel).run(q, k, positions, cos_sin)
+    """q [T,Hq,D] and k [T,Hkv,D] rotated by their positions (int64[T]); cos_sin is fp32 [positions,R].
+
+    `interleaved` turns pairs (2i, 2i+1) instead of (i, i + R/2).
+    """
+    q_out, k_out = loaded(kernel).run(q, k, positions, cos_sin, interleaved)
     return q_out, k_out
 
 
@@ -92,6 +95,7 @@ def _(
     k: torch.Tensor,
     positions: torch.Tensor,  # noqa: ARG001
     cos_sin: torch.Tensor,  # noqa: ARG001
+    interleaved: bool,  # noqa: ARG001
     kernel: str,  # noqa: ARG001
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape)
@@ -99,12 +103,13 @@ def _(
 
 def _rope_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:  # noqa: ARG001
     ctx.save_for_backward(inputs[2], inputs[3])
+    ctx.interleaved = inputs[4]
 
 
 def _rope_backward(ctx: Any, grad_q: torch.Tensor, grad_k: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     positions, cos_sin = ctx.saved_tensors
-    back = [gradients.rotate_back(grad, positions, cos_sin) for grad in (grad_q, grad_k)]
-    return (*back, None, None, None)
+    back = [gradients.rotate_back(grad, positions, cos_sin, ctx.interleaved) for grad in (grad_q, grad_k)]
+    return (*back, None, None, None, None)
 
 
 rope.register_autograd(_rope_backward, setup_context=_rope_setup)
@@ -179,6 +184,163 @@ def _attention_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | No
 
 
 attention.register_autograd(_attention_backward, setup_context=_attention_setup)
+
+
+@custom_op("tokenspeed::batched_linear", mutates_args=())
+def batched_linear(x: torch.Tensor, weight: torch.Tensor, kernel: str) -> torch.Tensor:
+    """x [T,G,K] times the transpose of weight [G,N,K], group by group: [T,G,N]."""
+    found = loaded(kernel)
+    out: torch.Tensor = found.run(x, packed_weight(found, weight))
+    return out
+
+
+@batched_linear.register_fake
+def _(x: torch.Tensor, weight: torch.Tensor, kernel: str) -> torch.Tensor:  # noqa: ARG001
+    return x.new_empty(*x.shape[:2], weight.shape[1])
+
+
+def _batched_linear_setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:  # noqa: ARG001
+    ctx.save_for_backward(*inputs[:2])
+
+
+def _batched_linear_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    return (*gradients.batched_linear(grad, *ctx.saved_tensors), None)
+
+
+batched_linear.register_autograd(_batched_linear_backward, setup_context=_batched_linear_setup)
+
+
+@custom_op("tokenspeed::latent_attention", mutates_args=())
+def latent_attention(
+    q: torch.Tensor,
+    entries: torch.Tensor,
+    query_starts: torch.Tensor,
+    context_lens: torch.Tensor,
+    page_tables: torch.Tensor,
+    slots: torch.Tensor,
+    pages: int,
+    scale: float,
+    latent_dim: int,
+    write_kernel: str,
+    attend_kernel: str,
+) -> torch.Tensor:
+    """Causal attention of ragged queries q [Tq,Hq,C] over compressed entries [Tk,C], of which the first R =
+    `latent_dim` values are summed: [Tq,Hq,R].
+
+    Entries lie sequence after sequence and are written to a paged cache made for this call, as in `attention`.
+    """
+    cache = entries.new_zeros(pages, PAGE_SIZE, 1, entries.shape[1])
+    loaded(write_kernel).run(entries, cache, slots)
+    out: torch.Tensor = loaded(attend_kernel).run(q, cache, query_starts, context_lens, page_tables, scale, latent_dim)
+    return out
+
+
+@latent_attention.register_fake
+def _(
+    q: torch.Tensor,
+    entries: torch.Tensor,  # noqa: ARG001
+    query_starts: torch.Tensor,  # noqa: ARG001
+    context_lens: torch.Tensor,  # noqa: ARG001
+    page_tables: torch.Tensor,  # noqa: ARG001
+    slots: torch.Tensor,  # noqa: ARG001
+    pages: int,  # noqa: ARG001
+    scale: float,  # noqa: ARG001
+    latent_dim: int,
+    *_: Any,
+) -> torch.Tensor:
+    return q.new_empty(*q.shape[:2], latent_dim)
+
+
+def _latent_attention_setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:  # noqa: ARG001
+    ctx.save_for_backward(*inputs[:4])
+    ctx.scale, ctx.latent_dim = inputs[7:9]
+
+
+def _latent_attention_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    q, entries, query_starts, context_lens = ctx.saved_tensors
+    counts = query_starts.diff().tolist(), context_lens.tolist()
+    return (*gradients.latent_attention(grad, q, entries, *counts, ctx.scale, ctx.latent_dim), *[None] * 9)
+
+
+latent_attention.register_autograd(_latent_attention_backward, setup_context=_latent_attention_setup)
+
+
+@custom_op("tokenspeed::route", mutates_args=())
+def route(
+    logits: torch.Tensor,
+    bias: torch.Tensor | None,
+    top_k: int,
+    scoring: str,
+    form: str,
+    normalise: bool,
+    scale: float,
+    groups: int,
+    top_groups: int,
+    kernel: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The experts of each token and their weights, (fp32[T,k], int64[T,k]), from logits [T,E] and an fp32 bias [E].
+
+    The arguments are those of `moe.route`. The choice has no gradient, nor has the bias that only it reads.
+    """
+    weights, ids = loaded(kernel).run(logits, bias, top_k, scoring, form, normalise, scale, groups, top_groups)
+    return weights, ids.long()
+
+
+@route.register_fake
+def _(logits: torch.Tensor, bias: torch.Tensor | None, top_k: int, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: ARG001
+    shape = (logits.shape[0], top_k)
+    return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int64)
+
+
+def _route_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    ctx.save_for_backward(inputs[0], output[1])
+    ctx.mark_non_differentiable(output[1])
+    ctx.scoring, _, ctx.normalise, ctx.scale = inputs[3:7]
+
+
+def _route_backward(ctx: Any, grad: torch.Tensor, _ids: Any) -> tuple[torch.Tensor | None, ...]:
+    logits, ids = ctx.saved_tensors
+    return (gradients.route(grad, logits, ids, ctx.scoring, ctx.normalise, ctx.scale), *[None] * 9)
+
+
+route.register_autograd(_route_backward, setup_context=_route_setup)
+
+
+@custom_op("tokenspeed::experts", mutates_args=())
+def experts(
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    order: str,
+    kernel: str,
+) -> torch.Tensor:
+    """Sum over a token's slots of weight (fp32[T,k]) times its expert's (int64[T,k]) gated MLP of x [T,H]: [T,H].
+
+    down [E,H,F] says how many experts there are; an id of E or above is the identity, and gate_up [.,2F,H] may have
+    rows beyond E, which are not read. `order` as in `moe.experts`.
+    """
+    found = loaded(kernel)
+    packed = packed_weight(found, gate_up, len(down)), packed_weight(found, down)
+    out: torch.Tensor = found.run(x, *packed, weights, ids.int(), order)
+    return out
+
+
+@experts.register_fake
+def _(x: torch.Tensor, *_: Any) -> torch.Tensor:
+    return x.new_empty(x.shape)
+
+
+def _experts_setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:  # noqa: ARG001
+    ctx.save_for_backward(*inputs[:5])
+
+
+def _experts_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    return (*gradients.experts(grad, *ctx.saved_tensors), *[None] * 3)
+
+
+experts.register_autograd(_experts_backward, setup_context=_experts_setup)
 
 
 @custom_op("tokenspeed::logprobs", mutates_args=())

@@ -40,14 +40,15 @@ def _steps() -> _Steps:
     return steps
 
 
-def packed_weight(kernel: LoadedKernel, weight: torch.Tensor) -> Any:
-    """`weight` as `kernel` wants it."""
+def packed_weight(kernel: LoadedKernel, weight: torch.Tensor, count: int | None = None) -> Any:
+    """`weight` as `kernel` wants it; the first `count` of its rows where there are more."""
+    used = weight.detach()[:count]
     if kernel.prepare is None:
-        return weight.detach()
-    state = (kernel.spec.name, _steps().count, weight._version, weight.data_ptr(), weight.shape, weight.dtype)
+        return used
+    state = (kernel.spec.name, _steps().count, weight._version, weight.data_ptr(), used.shape, weight.dtype)
     entry = _packed.get(weight)
     if entry is None or entry[0] != state:
-        entry = (state, kernel.prepare(weight.detach()))
+        entry = (state, kernel.prepare(used))
         _packed[weight] = entry
     return entry[1]
 

@@ -20,13 +20,19 @@ BatchLayout = Literal["alone", "padded-left", "padded-right", "packed"]
 LAYOUTS: tuple[str, ...] = get_args(BatchLayout)
 
 OUTPUTS = re.compile(
-    r"model\.(embed_tokens|norm|layers\.\d+\."
-    r"(input_layernorm|post_attention_layernorm|self_attn\.[qkvo]_proj|self_attn\.[qk]_norm|mlp\.(gate|up|down)_proj))"
+    r"model\.(embed_tokens|norm|layers\.\d+\.("
+    r"(input|post_attention)_layernorm(\.\d)?|"
+    r"self_attn(\.\d)?\.([qkvo]_proj|[qk]_norm|(q|kv)_a_layernorm|q_[ab]_proj|kv_a_proj_with_mqa)|"
+    r"mlps?(\.\d|\.shared_experts)?\.(gate|up|down)_proj|"
+    r"mlp\.experts))"
 )
 """Modules whose outputs are recorded."""
 
-INPUTS = re.compile(r"model\.layers\.\d+\.(self_attn\.o_proj|mlp\.down_proj)")
+INPUTS = re.compile(r"model\.layers\.\d+\.(self_attn(\.\d)?\.o_proj|mlps?(\.\d|\.shared_experts)?\.down_proj)")
 """Modules whose inputs are recorded too, as NAME.input: what attention and the activation wrote."""
+
+ROUTERS = re.compile(r"model\.layers\.\d+\.mlp\.(gate|router)")
+"""Modules whose choice is recorded, as NAME.ids (int32), with NAME.weights."""
 
 
 @torch.no_grad()
@@ -100,7 +106,11 @@ def _recording(model: Any, tokens: int, *, wanted: bool) -> Iterator[dict[str, t
     seen: dict[str, torch.Tensor] = {}
 
     def hook_of(name: str) -> Callable[..., None]:
-        def hook(_module: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        def hook(_module: Any, inputs: tuple[torch.Tensor, ...], output: Any) -> None:
+            if ROUTERS.fullmatch(name):
+                _, seen[f"{name}.weights"], ids = output
+                seen[f"{name}.ids"] = ids.int()
+                return
             if INPUTS.fullmatch(name):
                 seen[f"{name}.input"] = inputs[0].reshape(tokens, -1)
             seen[name] = output.reshape(tokens, -1)
@@ -110,7 +120,7 @@ def _recording(model: Any, tokens: int, *, wanted: bool) -> Iterator[dict[str, t
     handles = [
         module.register_forward_hook(hook_of(name))
         for name, module in model.named_modules()
-        if wanted and OUTPUTS.fullmatch(name)
+        if wanted and (OUTPUTS.fullmatch(name) or ROUTERS.fullmatch(name))
     ]
     try:
         yield seen

@@ -20,7 +20,10 @@ from tokenspeed.errors import ConfigError
 from tokenspeed.layers.attention import SelfAttention
 from tokenspeed.layers.embedding import LMHead
 from tokenspeed.layers.linear import Linear, MergedLinear
+from tokenspeed.layers.mla import LatentAttention
 from tokenspeed.layers.mlp import GatedMLP
+from tokenspeed.layers.moe import Experts, Router
+from tokenspeed.layers.norm import RMSNorm
 from tokenspeed.llm import LLM
 from tokenspeed.models.base import CausalLM
 from tokenspeed.numerics.resolve import resolve
@@ -209,37 +212,44 @@ def _bits(values: torch.Tensor) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class _Part:
-    """Where an activation comes from: the engine's layer, whether it is what the layer reads, and which columns (`stop`
-    None: all from `start` on)."""
+    """Where an activation is: its name among the engine's, and which columns of it (`stop` None: all from `start`)."""
 
-    layer: str
+    name: str
     operators: str
-    is_input: bool = False
     start: int = 0
     stop: int | None = None
 
 
 def _parts(model: CausalLM) -> dict[str, _Part]:
-    """Every activation by its name in a trainer's model, in the order in which the engine computes them."""
+    """Every activation that is comparable, by its name in a trainer's model."""
     found: dict[str, _Part] = {"model.embed_tokens": _Part("model.embed_tokens", "embedding.lookup")}
     for path, module in model.named_modules():
-        if isinstance(module, SelfAttention):
-            block = path.rpartition(".")[0]
-            found[f"{block}.input_layernorm"] = _Part(f"{block}.input_layernorm", "norm.rms")
-            found |= _split(f"{path}.qkv_proj", module.qkv_proj)
-            if module.q_norm is not None:
-                found |= {f"{path}.{name}": _Part(f"{path}.{name}", "norm.rms") for name in ("q_norm", "k_norm")}
-            attention = "rope.apply, cache.write or attention.paged"
-            found[f"{path}.o_proj.input"] = _Part(f"{path}.o_proj", attention, is_input=True)
-            found[f"{path}.o_proj"] = _Part(f"{path}.o_proj", "gemm.linear")
-        elif isinstance(module, GatedMLP):
-            block = path.rpartition(".")[0]
-            found[f"{block}.post_attention_layernorm"] = _Part(f"{block}.post_attention_layernorm", "norm.rms")
-            found |= _split(f"{path}.gate_up_proj", module.gate_up_proj)
-            found[f"{path}.down_proj.input"] = _Part(f"{path}.down_proj", "activation.silu_and_mul", is_input=True)
-            found[f"{path}.down_proj"] = _Part(f"{path}.down_proj", "gemm.linear")
-    found["model.norm"] = _Part("model.norm", "norm.rms")
+        if isinstance(module, RMSNorm):
+            found[path] = _Part(path, "norm.rms")
+        elif isinstance(module, MergedLinear):
+            found |= _split(path, module)
+        elif isinstance(module, Linear) and not isinstance(module, LMHead):
+            found[path] = _Part(path, "gemm.linear")
+        elif isinstance(module, Router):
+            found |= {f"{path}.{name}": _Part(f"{path}.{name}", "gemm.linear or moe.route") for name in _CHOICE}
+        elif isinstance(module, Experts):
+            found[path] = _Part(path, "moe.experts")
+        for kind, projection, operators in _READERS:
+            if isinstance(module, kind):
+                name = f"{path}.{projection}.input"
+                found[name] = _Part(name, operators)
     return found
+
+
+_CHOICE = ("weights", "ids")
+"""What a router returns, by name."""
+
+_READERS = (
+    (SelfAttention, "o_proj", "rope.apply, cache.write or attention.paged"),
+    (LatentAttention, "o_proj", "gemm.batched, rope.apply, cache.write_latent or attention.mla_paged"),
+    (GatedMLP, "down_proj", "activation.silu_and_mul"),
+)
+"""What writes the input of a projection in each kind of layer."""
 
 
 def _split(path: str, layer: MergedLinear) -> dict[str, _Part]:
@@ -257,15 +267,21 @@ def _is_head(_name: str, module: nn.Module) -> bool:
 
 @contextmanager
 def _watching(model: Any, wanted: Any) -> Iterator[dict[str, list[torch.Tensor]]]:
-    """Outputs (and, of projections, inputs as NAME.input) of the engine's layers, one tensor for each step."""
+    """Outputs of the engine's layers (and what projections read, as NAME.input), one tensor for each step.
+
+    In the order of the forward.
+    """
     seen: dict[str, list[torch.Tensor]] = {}
 
     def hook_of(name: str) -> Any:
         def hook(module: nn.Module, inputs: tuple[torch.Tensor, ...], output: Any) -> None:
-            if isinstance(output, torch.Tensor):
-                seen.setdefault(name, []).append(output.flatten(1).clone())
             if isinstance(module, Linear):
                 seen.setdefault(f"{name}.input", []).append(inputs[0].clone())
+            if isinstance(module, Router):
+                for part, tensor in zip(_CHOICE, output, strict=True):
+                    seen.setdefault(f"{name}.{part}", []).append(tensor.clone())
+            if isinstance(output, torch.Tensor):
+                seen.setdefault(name, []).append(output.flatten(1).clone())
 
         return hook
 
@@ -285,10 +301,12 @@ def _first_difference(llm: LLM, computed: dict[str, torch.Tensor], recorded: Any
     place = ""
     compared = 0
     model: Any = llm.engine.model
-    for turn, (name, part) in enumerate(_parts(model).items()):
-        if name not in recorded:
+    turns = {name: turn for turn, name in enumerate(computed)}
+    for name, part in _parts(model).items():
+        if name not in recorded or part.name not in computed:
             continue
-        got = computed[f"{part.layer}.input" if part.is_input else part.layer][:, part.start : part.stop]
+        turn = turns[part.name]
+        got = computed[part.name][:, part.start : part.stop]
         expected = recorded[name]
         if got.shape != expected.shape or got.dtype != expected.dtype:
             return (
