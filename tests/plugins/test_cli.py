@@ -130,6 +130,19 @@ def test_plugins_shows_a_plugin_that_cannot_be_imported(folder: Any) -> None:
     )
 
 
+@pytest.mark.parametrize("columns", [80, 120])
+@pytest.mark.parametrize("command", [["kernels"], ["kernels", "attention.paged"], ["plugins"]])
+def test_lists_fit_a_terminal_and_lose_nothing(
+    command: list[str], columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tokenspeed.cli.output.PLAIN_WIDTH", columns)
+    output = run(*command).output
+    assert max(map(len, output.splitlines()[:-1])) <= columns
+    whole = "".join(output.split())
+    for name in ("aok.attention.paged", "batch_invariant") if command[0] == "kernels" else ("tokenspeed-models",):
+        assert name in whole
+
+
 def test_kernels_lists_one_operator() -> None:
     specs = json.loads(run("kernels", "gemm.linear", "--json").output)
     assert {spec["operator"] for spec in specs} == {"gemm.linear"}

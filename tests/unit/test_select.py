@@ -11,7 +11,16 @@ from tokenspeed.errors import PluginError
 from tokenspeed.kernels.operators import OPERATORS
 from tokenspeed.kernels.registry import KernelRegistry, dtype_roles
 from tokenspeed.kernels.select import Pins, Selection, select, spell_priority
-from tokenspeed.kernels.spec import BATCH_INVARIANT, KernelSpec, MachineRequirement, Need, Priority, trait_table
+from tokenspeed.kernels.spec import (
+    BATCH_INVARIANT,
+    KernelSpec,
+    MachineRequirement,
+    Need,
+    Priority,
+    TraitValue,
+    spell_values,
+    trait_table,
+)
 from tokenspeed.machine import Machine, named_machine
 from tokenspeed.plugins import PluginReport
 
@@ -78,7 +87,7 @@ def reason(selection: Selection, need: Need, name: str) -> str:
         (
             Need.of("gemm.linear", dtypes=BF16, facts={"k": 96, "n": 64}),
             spec("a", traits={"k": [64, 128]}),
-            "k is 96, and it supports only 128|64",
+            "k is 96, and it supports only 64, 128",
         ),
     ],
 )
@@ -89,6 +98,23 @@ def test_an_ineligible_kernel_is_rejected_with_the_reason(need: Need, candidate:
     (problem,) = selection.problems
     assert problem.kind == "missing-kernel"
     assert expected in problem.render()
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (["b", "a"], "a|b"),
+        ([True], "True"),
+        ([256, 64], "64, 256"),
+        ([1, 2, 3], "1, 2, 3"),
+        ([*range(1, 9), 16, *range(64, 257, 16)], "1-8, 16, 64-256 step 16"),
+        ([16, 32, *range(64, 129, 16), 160, 192, 256], "16, 32, 64-128 step 16, 160, 192, 256"),
+        ([7], "7"),
+        ([], ""),
+    ],
+)
+def test_values_are_spelt_for_people(values: list[TraitValue], expected: str) -> None:
+    assert spell_values(values) == expected
 
 
 def test_every_reason_is_given_not_only_the_first() -> None:

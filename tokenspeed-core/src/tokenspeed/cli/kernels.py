@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from itertools import groupby
 from typing import Any
 
 import click
 
 from tokenspeed.cli.commands import KERNELS_COMMANDS
 from tokenspeed.cli.lazy import LazyGroup
-from tokenspeed.cli.output import print_json, print_table
+from tokenspeed.cli.output import print_facts, print_json, print_table
 from tokenspeed.config_sources import allowed_plugins
 from tokenspeed.kernels.operators import OPERATORS
 from tokenspeed.kernels.registry import KernelRegistry
 from tokenspeed.kernels.select import spell_priority
-from tokenspeed.kernels.spec import KernelSpec
+from tokenspeed.kernels.spec import KernelSpec, spell_values
 from tokenspeed.plugins import load_plugins
+
+_SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
 class _ListByDefault(LazyGroup):
@@ -48,17 +52,11 @@ def list_kernels(operator: str | None, names: str | None, as_json: bool) -> None
     if as_json:
         print_json([spec_dict(spec) for spec in specs])
         return
-    columns = (
-        "operator",
-        "kernel",
-        "distribution",
-        "priority",
-        "machine",
-        "dtypes",
-        "features and traits",
-        "bit order",
-    )
-    print_table(columns, [_row(spec) for spec in specs], wrapped=("dtypes", "features and traits"))
+    if operator is None:
+        _print_all(specs)
+    else:
+        for spec in specs:
+            _print_one(spec)
     if registry.unavailable:
         click.echo("\nNot considered:")
         for report in registry.unavailable:
@@ -90,18 +88,50 @@ def spec_dict(spec: KernelSpec) -> dict[str, Any]:
     }
 
 
-def _row(spec: KernelSpec) -> tuple[str, ...]:
+def _print_all(specs: list[KernelSpec]) -> None:
+    rows: list[tuple[str, ...]] = []
+    for name, kernels in groupby(specs, key=lambda spec: spec.operator):
+        rows.append((name, "", "", ""))
+        rows += [(f"  {spec.name}", _place(spec), _dtypes(spec), ", ".join(sorted(spec.features))) for spec in kernels]
+    print_table(("kernel", "runs on", "dtypes", "features"), rows, wrapped=("runs on", "dtypes"))
+    click.echo("\n`tokenspeed kernels OPERATOR` shows who brings each kernel and all that it declares.")
+
+
+def _print_one(spec: KernelSpec) -> None:
     needs = spec.machine
-    machine = " ".join([needs.device, *sorted(needs.arch), *sorted(needs.isa), *sorted(needs.libraries)])
-    dtypes = sorted({"/".join(dict.fromkeys(signature.values())) or "-" for signature in spec.signatures})
-    traits = [f"{name}={'|'.join(sorted(map(str, values)))}" for name, values in sorted(spec.traits.items())]
-    return (
-        spec.operator,
-        spec.name,
-        f"{spec.distribution} {spec.version}",
-        spell_priority(spec.priority),
-        machine,
-        ", ".join(dtypes),
-        ", ".join([*sorted(spec.features), *traits]) or "-",
-        spec.bit_order or "-",
-    )
+    traits = [f"{name} {spell_values(values)}" for name, values in sorted(spec.traits.items())]
+    facts = {
+        "from": f"{spec.distribution} {spec.version}, priority {spell_priority(spec.priority)}",
+        "needs": ", ".join([needs.device, *_natural(needs.arch), *sorted(needs.isa), *sorted(needs.libraries)]),
+        "dtypes": "; ".join(dict.fromkeys(map(_signature, spec.signatures))),
+        "features": ", ".join(sorted(spec.features)),
+        "traits": "; ".join(traits),
+        "bit order": spec.bit_order or "",
+        "waived": "; ".join(f"{check} ({reason})" for check, reason in spec.waivers.items()),
+    }
+    click.secho(spec.name, bold=True)
+    print_facts({name: fact for name, fact in facts.items() if fact})
+
+
+def _place(spec: KernelSpec) -> str:
+    """The device, with the architectures from the oldest to the newest."""
+    arch = _natural(spec.machine.arch)
+    return " ".join([spec.machine.device, *([arch[0] if len(arch) == 1 else f"{arch[0]}…{arch[-1]}"] if arch else [])])
+
+
+def _natural(names: Iterable[str]) -> list[str]:
+    """`sm90` before `sm100`."""
+    return sorted(names, key=lambda name: (len(name), name))
+
+
+def _dtypes(spec: KernelSpec) -> str:
+    short = ("/".join(_SHORT.get(name, name) for name in dict.fromkeys(each.values())) for each in spec.signatures)
+    return " ".join(sorted({name or "-" for name in short}))
+
+
+def _signature(signature: Mapping[str, str]) -> str:
+    """`x, weight bfloat16`."""
+    by_dtype: dict[str, list[str]] = {}
+    for role, dtype in signature.items():
+        by_dtype.setdefault(dtype, []).append(role)
+    return ", ".join(f"{'/'.join(roles)} {dtype}" for dtype, roles in by_dtype.items())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 
 PLAIN_WIDTH = 200
 """Columns when the output is no terminal: wide, so that a pipe does not get wrapped names."""
+
+GAP = 2
+"""Blanks between the columns of a table."""
 
 
 def print_json(value: Any) -> None:
@@ -36,13 +39,47 @@ def print_rich(*parts: RenderableType) -> None:
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, wrapped: Collection[str] = ()) -> None:
-    """A plain table. Only cells of the columns in `wrapped` are broken over several lines where space is short."""
+    """A plain table. Only cells of the columns in `wrapped` are broken over several lines where space is short.
+
+    Nothing is ever cut off: where not even that is enough, the other columns are broken, too.
+    """
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in columns:
-        table.add_column(column, overflow="fold", no_wrap=column not in wrapped)
+    rows = list(rows)
+    cells = list(zip(columns, *rows, strict=True))
+    widths = [max(map(len, column)) for column in cells]
+    words = [max((len(word) for cell in column for word in cell.split()), default=0) for column in cells]
+    least = [word if column[0] in wrapped else width for column, width, word in zip(cells, widths, words, strict=True)]
+    room = console().width - GAP * (len(columns) - 1)
+    table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold")
+    for column, width in zip(columns, narrowed(narrowed(widths, least, room), [1] * len(columns), room), strict=True):
+        table.add_column(column, overflow="fold", width=width)
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
     print_rich(table)
+
+
+def narrowed(widths: Sequence[int], least: Sequence[int], room: int) -> list[int]:
+    """Widths that add up to `room`, taken from the widest first and none below its least, as far as possible."""
+    widths = list(widths)
+    while sum(widths) > room:
+        wide = [at for at in range(len(widths)) if widths[at] > least[at]]
+        if not wide:
+            break
+        widths[max(wide, key=widths.__getitem__)] -= 1
+    return widths
+
+
+def print_facts(facts: Mapping[str, str]) -> None:
+    """Names and values below each other, indented; long values hang."""
+    from rich.padding import Padding
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table.grid(padding=(0, GAP))
+    table.add_column(no_wrap=True, style="dim")
+    table.add_column(overflow="fold")
+    for name, value in facts.items():
+        table.add_row(name, Text(value))
+    print_rich(Padding(table, (0, 0, 1, 2), expand=False))

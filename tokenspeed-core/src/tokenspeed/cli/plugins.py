@@ -20,8 +20,9 @@ def plugins(names: str | None, as_json: bool) -> None:
     if as_json:
         print_json([asdict(report) for report in host.reports])
         return
-    columns = ("plugin", "distribution", "version", "status", "registered")
-    print_table(columns, [(r.name, r.distribution, r.version, r.status, _registered(r)) for r in host.reports])
+    columns = ("plugin", "version", "status", "registered")
+    rows = [(_whose(report), report.version, report.status, _registered(report)) for report in host.reports]
+    print_table(columns, rows, wrapped=("plugin", "registered"))
     for report in host.reports:
         if report.error:
             click.echo(f"{report.name}: {report.error}")
@@ -31,6 +32,11 @@ def plugins(names: str | None, as_json: bool) -> None:
             click.echo(f"{report.name}: {waiver}")
 
 
+def _whose(report: PluginReport) -> str:
+    """The plugin, and the distribution that brings it where that has another name."""
+    return report.name if report.name == report.distribution else f"{report.name} ({report.distribution})"
+
+
 def _registered(report: PluginReport) -> str:
     counts = {
         "kernels": report.kernels,
@@ -38,4 +44,7 @@ def _registered(report: PluginReport) -> str:
         "trainer profiles": report.trainer_profiles,
         "commands": report.commands,
     }
-    return ", ".join(f"{len(names)} {what}" for what, names in counts.items() if names) or "-"
+    return (
+        ", ".join(f"{len(names)} {what if len(names) > 1 else what[:-1]}" for what, names in counts.items() if names)
+        or "-"
+    )

@@ -18,7 +18,7 @@ from tokenspeed.errors import Problem
 from tokenspeed.kernels.operators import OPERATORS
 from tokenspeed.kernels.refusals import link_problem, missing_kernels, pin_problems, unavailable_plugins, unknown_pins
 from tokenspeed.kernels.registry import KernelRegistry
-from tokenspeed.kernels.spec import WEIGHT_FORMAT, KernelSpec, Need, Priority, TraitValue, Verdict
+from tokenspeed.kernels.spec import WEIGHT_FORMAT, KernelSpec, Need, Priority, TraitValue, Verdict, spell_values
 from tokenspeed.machine import Machine
 
 
@@ -99,15 +99,15 @@ def _faults(spec: KernelSpec, need: Need, machine: Machine, pins: Pins) -> Itera
         declared = ", ".join(sorted(spec.features)) or "no features"
         yield f"lacks the required feature {feature} (declares {declared})"
     if spec.stored and WEIGHT_FORMAT not in dict(need.traits):
-        yield f"reads weights stored as {_values(spec.traits[WEIGHT_FORMAT])}, and these are plain"
+        yield f"reads weights stored as {spell_values(spec.traits[WEIGHT_FORMAT])}, and these are plain"
     for name, value in need.traits:
         if name not in spec.traits:
             yield f"does not declare {name}, and {name}={value} is required"
         elif value not in spec.traits[name]:
-            yield f"declares {name}={_values(spec.traits[name])}, and {value} is required"
+            yield f"declares {name}={spell_values(spec.traits[name])}, and {value} is required"
     for name, value in need.facts:
         if name in spec.traits and value not in spec.traits[name]:
-            yield f"{name} is {value}, and it supports only {_values(spec.traits[name])}"
+            yield f"{name} is {value}, and it supports only {spell_values(spec.traits[name])}"
     solution = pins.solutions.get(need.operator)
     if solution is not None and spec.solution != solution:
         yield f"solution {spec.solution}, and {solution} was asked for"
@@ -159,9 +159,9 @@ def _link_fault(spec: KernelSpec, link: str, value: TraitValue | None) -> str | 
     if link not in spec.traits:
         return f"does not declare {link}, which must be the same for the whole plan"
     if value is None:
-        return f"declares {link}={_values(spec.traits[link])}, which not every linked operator has"
+        return f"declares {link}={spell_values(spec.traits[link])}, which not every linked operator has"
     if value not in spec.traits[link]:
-        return f"declares {link}={_values(spec.traits[link])}, and this plan uses {value}"
+        return f"declares {link}={spell_values(spec.traits[link])}, and this plan uses {value}"
     return None
 
 
@@ -198,7 +198,3 @@ def spell_priority(priority: int) -> str:
 
 def _spell(dtypes: Iterable[tuple[str, str]]) -> str:
     return ", ".join(f"{role} {dtype}" for role, dtype in sorted(dtypes)) or "no dtypes"
-
-
-def _values(values: Iterable[TraitValue]) -> str:
-    return "|".join(sorted(map(str, values)))

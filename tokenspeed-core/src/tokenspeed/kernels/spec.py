@@ -64,6 +64,29 @@ def trait_table(traits: Mapping[str, Iterable[TraitValue]]) -> Mapping[str, froz
     return MappingProxyType({name: frozenset(values) for name, values in traits.items()})
 
 
+SHORTEST_RANGE = 4
+"""So many numbers at equal steps are spelt as a range."""
+
+
+def spell_values(values: Iterable[TraitValue]) -> str:
+    """The values of a trait for people: `fused|torch`, and numbers as `1-8, 16, 64-256 step 16`."""
+    values = list(values)
+    numbers = sorted(value for value in values if isinstance(value, int) and not isinstance(value, bool))
+    if len(numbers) < len(values):
+        return "|".join(sorted(map(str, values)))
+    parts = []
+    while numbers:
+        step = numbers[1] - numbers[0] if len(numbers) > 1 else 1
+        count = next((i for i, n in enumerate(numbers) if n != numbers[0] + i * step), len(numbers))
+        if count < SHORTEST_RANGE:
+            count = 1
+            parts.append(str(numbers[0]))
+        else:
+            parts.append(f"{numbers[0]}-{numbers[count - 1]}" + (f" step {step}" if step > 1 else ""))
+        numbers = numbers[count:]
+    return ", ".join(parts)
+
+
 @dataclass(frozen=True)
 class StoredPart:
     """One tensor of a weight format: `suffix` as in `q_proj.weight_scale`, the dtype's name, and the shape.

@@ -15,9 +15,11 @@ from tokenspeed.errors import Problem
 from tokenspeed.kernels.spec import KernelSpec, Need
 from tokenspeed.machine import Machine
 from tokenspeed.numerics.plan import Plan
-from tokenspeed.testing.checks import FACT_AXES, Fault, Trial, Workload, first_fault
+from tokenspeed.testing.checks import first_fault
+from tokenspeed.testing.checks.declared import FACT_AXES
 from tokenspeed.testing.names import KIT_VERSION, applies
 from tokenspeed.testing.subject import load_peers, load_subject
+from tokenspeed.testing.trial import Fault, Trial, Workload
 
 CHECKS_AT_START = ("order", "initialised", "batch", "layout", "history", "threads")
 

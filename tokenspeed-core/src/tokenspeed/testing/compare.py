@@ -58,6 +58,12 @@ def differing(expected: Results, got: Results, units: Sequence[int]) -> list[int
     ]
 
 
+def first_difference(expected: Results, got: Results, units: Sequence[int]) -> tuple[int, str] | None:
+    """The first unit whose bits differ, and where; None when all bits agree."""
+    wrong = differing(expected, got, units)
+    return (wrong[0], spell_difference(expected[wrong[0]], got[wrong[0]])) if wrong else None
+
+
 def spell_difference(expected: Sequence[torch.Tensor], got: Sequence[torch.Tensor]) -> str:
     """Where the first two outputs that are not the same part, with both values."""
     for number, (a, b) in enumerate(zip(expected, got, strict=False)):

@@ -20,12 +20,12 @@ from safetensors.torch import save_file
 from tokenspeed.errors import ConfigError
 from tokenspeed.kernels.spec import KernelSpec
 from tokenspeed.testing.cases import Side, without
-from tokenspeed.testing.checks import Fault, Trial, Workload
 from tokenspeed.testing.compare import differing, error, spell_difference, tolerance
 from tokenspeed.testing.inputs import Recipe
 from tokenspeed.testing.memory import same_bits
 from tokenspeed.testing.names import KIT_VERSION
 from tokenspeed.testing.subject import load_subject
+from tokenspeed.testing.trial import Fault, Trial, Workload
 from tokenspeed.testing.verify import CheckResult
 
 SCHEMA = "tokenspeed/kernel-fault@1"

@@ -13,10 +13,11 @@ from typing import Any, Literal
 
 from tokenspeed.kernels.spec import KernelSpec
 from tokenspeed.machine import Machine
-from tokenspeed.testing.checks import Fault, Trial, Workload, first_fault
+from tokenspeed.testing.checks import first_fault
 from tokenspeed.testing.inputs import NoInputs, signatures
 from tokenspeed.testing.names import CHECKS, applies
 from tokenspeed.testing.subject import NoPartner, load_peers, load_subject, not_here
+from tokenspeed.testing.trial import Fault, Trial, Workload
 
 Outcome = Literal["passed", "failed", "waived", "not claimed"]
 
