@@ -145,7 +145,11 @@ class PagedCase:
             starts.append(starts[-1] + end - first)
         q = self.rows["q"][torch.tensor(units, dtype=torch.int64)]
         if side.padding:
+            # As the engine pads a decode step: rows of no sequence, and sequences of no row and no context.
             q = torch.cat((q, torch.full((side.padding, *q.shape[1:]), torch.nan, dtype=q.dtype)))
+            starts += [starts[-1]] * side.padding
+            chunks += [(0, 0, 0)] * side.padding
+            filled += [[_GARBAGE_PAGE] * width] * side.padding
 
         def int32(values: Any, *shape: int) -> torch.Tensor:
             return torch.tensor(values, dtype=torch.int32, device=device).reshape(shape)
