@@ -107,7 +107,8 @@ def _bind(spec: KernelSpec) -> tuple[Kernel, str]:
 
 def _measured(case: Case, bound: _BoundKernels, seconds: float) -> dict[str, Any]:
     kernel, name = bound.serve(case)
-    times = _alternate({"kernel": case.kernel(kernel), "torch": case.yardstick}, seconds)
+    reads = _reading(case.memory)
+    times = _alternate({"kernel": case.kernel(kernel), "torch": case.yardstick, **reads}, seconds)
     rate = case.read_bytes / times["kernel"] / 1e9
     line = {
         "operator": case.need.operator,
@@ -119,8 +120,8 @@ def _measured(case: Case, bound: _BoundKernels, seconds: float) -> dict[str, Any
         "gigabytes_per_second": rate,
         "gigaflops_per_second": case.flops / times["kernel"] / 1e9,
     }
-    if case.memory:
-        line["of_read_rate"] = rate / _read_rate(case.memory, seconds)
+    if reads:
+        line["of_read_rate"] = rate / (case.memory[0].nbytes / min(times[way] for way in reads) / 1e9)
     return line
 
 
@@ -140,17 +141,23 @@ def _alternate(calls: Mapping[str, Call], seconds: float) -> dict[str, float]:
     return {name: statistics.median(taken) for name, taken in times.items()}
 
 
-def _read_rate(tensors: Sequence[torch.Tensor], seconds: float) -> float:
-    """GB/s at which torch reads these tensors, by the better of two ways of reading."""
+def _reading(tensors: Sequence[torch.Tensor]) -> dict[str, Call]:
+    """Two ways in which torch reads the next of these tensors; the better one is the rate at which memory reads.
+
+    They take turns with the kernel, because what other tenants of a machine leave of its memory rate changes by the
+    second; each at its own place in the rotation, because what another call just read is still in a cache.
+    """
     import torch
 
+    if not tensors:
+        return {}
     words = [tensor.view(-1).view(torch.int64) for tensor in tensors]
     floats = [tensor.view(-1).view(torch.float32) for tensor in tensors]
-    ways: dict[str, Call] = {
-        "sum": lambda i: words[i % len(words)].sum(),
-        "dot": lambda i: torch.dot(floats[i % len(floats)], floats[i % len(floats)]),
+    third = len(tensors) // 3
+    return {
+        "sum": lambda i: words[(i + third) % len(words)].sum(),
+        "dot": lambda i: torch.dot(floats[(i + 2 * third) % len(floats)], floats[(i + 2 * third) % len(floats)]),
     }
-    return tensors[0].nbytes / min(_alternate(ways, seconds).values()) / 1e9
 
 
 def _cells(line: Mapping[str, Any]) -> tuple[str, ...]:

@@ -17,11 +17,13 @@ Page tables live in one preallocated int32 matrix, a row for each seat, written 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Protocol
 
 import numpy as np
 import torch
 
+from tokenspeed import huge_pages
 from tokenspeed.engine.prefix_cache import ChainKey, PrefixCache
 from tokenspeed.kernels.operators import PAGE_SIZE
 
@@ -62,10 +64,11 @@ class KVCache:
         device: torch.device | str = "cpu",
     ) -> None:
         # Zeroed, so that no kernel can meet a NaN in a slot that was never written.
+        zeros = huge_pages.zeros if torch.device(device).type == "cpu" else partial(torch.zeros, device=device)
         self.tensors = [
             (
-                torch.zeros(num_pages, PAGE_SIZE, spec.num_kv_heads, spec.head_dim, dtype=spec.dtype, device=device),
-                torch.zeros(num_pages, PAGE_SIZE, spec.num_kv_heads, spec.value_dim, dtype=spec.dtype, device=device),
+                zeros(num_pages, PAGE_SIZE, spec.num_kv_heads, spec.head_dim, dtype=spec.dtype),
+                zeros(num_pages, PAGE_SIZE, spec.num_kv_heads, spec.value_dim, dtype=spec.dtype),
             )
             for spec in specs
         ]

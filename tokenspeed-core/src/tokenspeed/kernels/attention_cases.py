@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.nn.functional as F
 
+from tokenspeed import huge_pages
 from tokenspeed.kernels.case import COLD_BYTES, HEAD_DIM, HEADS, KV_HEADS, Call, Case, calling, need, running
 from tokenspeed.kernels.operators import PAGE_SIZE
 
@@ -68,8 +69,8 @@ def _decode(batch: int, context: int, dtype: torch.dtype) -> Case:
         yardstick=calling(
             F.scaled_dot_product_attention,
             q.view(batch, KV_HEADS, HEADS // KV_HEADS, HEAD_DIM),
-            k.contiguous(),
-            v.contiguous(),
+            huge_pages.copied(k),
+            huge_pages.copied(v),
         ),
         read_bytes=kv_bytes,
         pairs=batch * context,
@@ -121,5 +122,5 @@ def _case(
 
 
 def _caches(pages: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    k_cache, v_cache = (torch.empty(pages, PAGE_SIZE, KV_HEADS, HEAD_DIM, dtype=dtype).normal_() for _ in range(2))
+    k_cache, v_cache = (huge_pages.zeros(pages, PAGE_SIZE, KV_HEADS, HEAD_DIM, dtype=dtype).normal_() for _ in range(2))
     return k_cache, v_cache

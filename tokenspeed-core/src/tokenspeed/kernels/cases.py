@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from tokenspeed import huge_pages
 from tokenspeed.kernels.attention_cases import decode_and_prefill, writing
 from tokenspeed.kernels.case import (
     COLD_BYTES,
@@ -36,7 +37,10 @@ PROJECTIONS = ((1024, 4096), (2048, 1024), (1024, 6144), (3072, 1024), (1024, 15
 
 @dataclass
 class ColdWeights:
-    """Copies of one weight [N,K], more than the caches hold, plain and as each kernel packs them."""
+    """Copies of one weight [N,K], more than the caches hold, plain and as each kernel packs them.
+
+    The plain ones lie on large pages too: what is compared is kernels, not how memory was asked for.
+    """
 
     k: int
     n: int
@@ -47,7 +51,7 @@ class ColdWeights:
     def __post_init__(self) -> None:
         copies = max(1, -(-COLD_BYTES // (self.n * self.k * self.dtype.itemsize)))
         first = (torch.randn(self.n, self.k) * 0.02).to(self.dtype)
-        self.plain = [first.clone() for _ in range(copies)]
+        self.plain = [huge_pages.copied(first) for _ in range(copies)]
 
     def packed(self, kernel: Kernel) -> list[Any]:
         """The copies as `kernel` prepares them, packed once."""

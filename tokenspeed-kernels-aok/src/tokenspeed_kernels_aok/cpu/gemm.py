@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tokenspeed import huge_pages
 from tokenspeed_kernels_aok.cpu.arguments import DTYPE_CODES, float_code, vector_address
 from tokenspeed_kernels_aok.cpu.library import KernelCall
 from tokenspeed_kernels_aok.cpu.selfcheck import checked, pattern
@@ -48,7 +49,7 @@ def prepare_batched(weight: torch.Tensor) -> PackedWeight:
     groups, n, k = weight.shape
     code = float_code("weight", weight)
     group_bytes = packed_bytes(n, k, weight.itemsize)
-    data = torch.empty(groups * group_bytes, dtype=torch.uint8)
+    data = huge_pages.zeros(groups * group_bytes, dtype=torch.uint8)
     packed = PackedWeight(data, data.data_ptr(), n, k, groups, group_bytes, weight.dtype, code)
     threads = torch.get_num_threads()
     for group, w in enumerate(weight):
