@@ -60,7 +60,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "zero_expert_num": 4,
         "moe_topk": 4,
         "expert_ffn_hidden_size": 40,
-        "routed_scaling_factor": 3.0,
+        "routed_scaling_factor": 9.0,
         "head_dim": 8,
     },
 }

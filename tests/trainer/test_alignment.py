@@ -23,6 +23,7 @@ from tokenspeed.verify.dump import Dump, read_dump, write_dump
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 SEQUENCES = [[5, 90, 17, 44, 101, 33, 7, 250, 61, 9, 12], list(range(20, 57)), [70, 71]]
+MANY = [[(7 * row + 3 * column * column) % 317 + 3 for column in range(40)] for row in range(6)]
 SMALL = ["--threads", "1", "--num-kv-pages", "64", "--max-model-len", "256", "--max-num-seqs", "8"]
 
 Tensors = dict[str, torch.Tensor]
@@ -119,6 +120,68 @@ def test_one_ulp_of_one_weight_is_found_and_located(
     status, report = align(folder, dump, tmp_path)
     assert status == 1
     assert any(place in finding for finding in report["scenarios"][0]["findings"]), report["scenarios"][0]["findings"]
+
+
+@pytest.fixture(scope="module", params=["Qwen3Moe", "Mixtral", "DeepseekV3", "LongcatFlash"])
+def routed(request: pytest.FixtureRequest, make_folder: Callable[[str, torch.dtype], Path]) -> Path:
+    return make_folder(request.param, torch.bfloat16)
+
+
+def test_routed_and_latent_models_align(routed: Path, load_trainer: Callable[[Path], Any], tmp_path: Path) -> None:
+    """As trained, and not as transformers computes them; the first difference has a name."""
+    trainer = load_trainer(routed).eval()
+    stock = record(trainer, SEQUENCES, commit="here", activations=True)
+    adopt(trainer)
+    dump = record(trainer, SEQUENCES, layout="padded-left", commit="here", activations=True)
+    status, report = align(routed, dump, tmp_path)
+    assert status == 0
+    assert verdicts(report) == dict.fromkeys(("alone", "packed", "response", "logits"), "holds")
+    status, report = align(routed, stock, tmp_path)
+    assert status == 1
+    assert "position 0, model.layers.0." in report["scenarios"][0]["findings"][0]
+
+
+PLACES = {
+    "self_attn.kv_a_proj_with_mqa": "gemm.linear",
+    "self_attn.kv_b_proj": "gemm.batched, rope.apply, cache.write_latent or attention.mla_paged",
+    "self_attn.q_a_layernorm": "norm.rms",
+    "self_attn.v_proj": "gemm.linear",
+    "mlp.gate": "gemm.linear or moe.route",
+    "mlp.experts": "moe.experts",
+    "mlp.shared_experts.up_proj": "gemm.linear",
+    "self_attn.0.q_b_proj": "gemm.linear",
+    "self_attn.1.kv_b_proj": "gemm.batched, rope.apply, cache.write_latent or attention.mla_paged",
+    "post_attention_layernorm.1": "norm.rms",
+    "mlp.router.classifier": "gemm.linear or moe.route",
+    "mlps.0.down_proj": "gemm.linear",
+}
+"""Modules of a layer, and the operator that is to be blamed when one of their weights is changed."""
+
+
+def test_one_ulp_of_routed_and_latent_models_is_located(
+    routed: Path, load_trainer: Callable[[Path], Any], tmp_path: Path
+) -> None:
+    at = 1 if "longcat" in routed.name else 2
+    tried = 0
+    for name, operator in PLACES.items():
+        changed = load_trainer(routed).eval()
+        adopt(changed)
+        try:
+            module = changed.get_submodule(f"model.layers.{at}.{name}")
+        except AttributeError:
+            continue
+        tried += 1
+        weight = next(tensor for own, tensor in module.named_parameters() if own in ("weight", "down_proj"))
+        # A router that computes in fp32 is widened to fp32, and one unit there drowns in a model of bf16.
+        bits, units = (torch.int16, 1) if weight.dtype == torch.bfloat16 else (torch.int32, 1 << 16)
+        with torch.no_grad():
+            weight.view(bits).view(-1)[weight.abs().argmax()] += units
+        status, report = align(routed, record(changed, MANY, commit="here", activations=True), tmp_path)
+        assert status == 1, name
+        finding = report["scenarios"][0]["findings"][0]
+        assert f"model.layers.{at}." in finding, (name, finding)
+        assert f"({operator}): differs" in finding, (name, finding)
+    assert tried >= 3
 
 
 def test_one_logprob_of_one_position_is_found(model: Any, folder: Path, tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ INPUTS = re.compile(r"model\.layers\.\d+\.(self_attn(\.\d)?\.o_proj|mlps?(\.\d|\
 """Modules whose inputs are recorded too, as NAME.input: what attention and the activation wrote."""
 
 ROUTERS = re.compile(r"model\.layers\.\d+\.mlp\.(gate|router)")
-"""Modules whose choice is recorded, as NAME.ids (int32), with NAME.weights."""
+"""Modules whose choice is recorded, as NAME.ids (int32) and NAME.weights (float32)."""
 
 
 @torch.no_grad()
@@ -108,8 +108,8 @@ def _recording(model: Any, tokens: int, *, wanted: bool) -> Iterator[dict[str, t
     def hook_of(name: str) -> Callable[..., None]:
         def hook(_module: Any, inputs: tuple[torch.Tensor, ...], output: Any) -> None:
             if ROUTERS.fullmatch(name):
-                _, seen[f"{name}.weights"], ids = output
-                seen[f"{name}.ids"] = ids.int()
+                _, weights, ids = output
+                seen[f"{name}.weights"], seen[f"{name}.ids"] = weights.float(), ids.int()
                 return
             if INPUTS.fullmatch(name):
                 seen[f"{name}.input"] = inputs[0].reshape(tokens, -1)
