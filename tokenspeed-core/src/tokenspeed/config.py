@@ -84,6 +84,10 @@ class EngineConfig:
         None, "integer", MACHINE, "CPU threads for kernels; all that this process may use if not given.", minimum=1
     )
 
+    decode_graphs: bool = _option(
+        True, "boolean", MACHINE, "Record decode steps as CUDA graphs, which changes no bit. GPU only."
+    )
+
     max_num_seqs: int = _option(256, "integer", SCHEDULING, "Most requests that run at once.", minimum=1)
     max_num_batched_tokens: int = _option(2048, "integer", SCHEDULING, "Most tokens in one step.", minimum=1)
     kv_cache_memory: int | None = _option(

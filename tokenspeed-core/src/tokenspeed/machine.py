@@ -1,7 +1,7 @@
 """What this computer is, read once and passed on; a made-up `Machine` lets a laptop plan for an H200.
 
-Knows nothing of kernels or models. Reading the machine imports neither torch nor any plugin, except that
-`read_machine("cuda")` must ask torch for the GPU's compute capability.
+Knows nothing of kernels or models. Reading the machine imports no plugin, and no torch unless the device may be a GPU:
+only torch knows whether there is one. Which device `auto` means is decided here and nowhere else.
 """
 
 from __future__ import annotations
@@ -25,12 +25,17 @@ _LIBRARIES = ("torch", "triton", "flashinfer", "numpy")
 _DISTRIBUTION_OF = {"flashinfer": "flashinfer-python"}
 
 
+_GPU_NODES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
+"""Where a driver shows itself (NVIDIA, WSL 2, AMD); without any of them torch need not be asked, nor imported."""
+
+
 @dataclass(frozen=True)
 class Machine:
     """One computer, as far as kernel selection cares.
 
     `device` is `cpu` or `cuda`; `arch` is `x86_64`, `aarch64` or `sm80`, `sm90`, …; `isa` the CPU instruction sets;
     `cores` the CPUs that this process may use; `memory_bytes` the host's memory; `libraries` maps module to version.
+    `gpu_memory_bytes` is the whole memory of the GPU and `gpu_free_bytes` what of it was free; 0 without one.
     """
 
     device: str = "cpu"
@@ -39,6 +44,8 @@ class Machine:
     name: str = ""
     cores: int = 1
     memory_bytes: int = 0
+    gpu_memory_bytes: int = 0
+    gpu_free_bytes: int = 0
     libraries: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
 
     def describe(self) -> str:
@@ -58,8 +65,20 @@ def installed_libraries() -> Mapping[str, str]:
     return MappingProxyType(found)
 
 
+def choose_device(device: str) -> str:
+    """`cpu` or `cuda` for `auto`, which takes a GPU if torch sees one; another name as it is."""
+    if device != "auto":
+        return device
+    if not any(map(os.path.exists, _GPU_NODES)):
+        return "cpu"
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def read_machine(device: str = "cpu") -> Machine:
-    """Read this computer. Raises ConfigError when `device` is `cuda` and torch sees no GPU."""
+    """Read this computer, on its GPU where `auto` finds one. Raises ConfigError when there is none for `cuda`."""
+    device = choose_device(device)
     flags, name = _cpu_flags()
     common: dict[str, Any] = {
         "isa": flags,
@@ -73,10 +92,26 @@ def read_machine(device: str = "cpu") -> Machine:
         import torch
 
         if not torch.cuda.is_available():
-            raise ConfigError("--device cuda: torch sees no CUDA GPU here; use --device cpu, or install a CUDA build")
+            raise ConfigError(f"--device cuda: {_why_no_gpu(torch)}; use --device cpu")
         major, minor = torch.cuda.get_device_capability()
-        return Machine(device="cuda", arch=f"sm{major}{minor}", name=torch.cuda.get_device_name(), **common)
+        free, total = torch.cuda.mem_get_info()
+        return Machine(
+            device="cuda",
+            arch=f"sm{major}{minor}",
+            name=torch.cuda.get_device_name(),
+            gpu_memory_bytes=total,
+            gpu_free_bytes=free,
+            **common,
+        )
     raise ConfigError(f"--device: {device!r} is not one of cpu, cuda")
+
+
+def _why_no_gpu(torch: Any) -> str:
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is a build without CUDA; install one with it"
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return f"CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']!r} hides every GPU"
+    return f"torch {torch.__version__} (CUDA {torch.version.cuda}) sees no GPU and driver that it can use here"
 
 
 def named_machine(text: str) -> Machine:

@@ -1,15 +1,20 @@
 """How long a context may get, how many requests may run and how many KV pages there are: sizes only, never a value.
 
 Pure functions of the options, the model's shape and the machine.
+
+On a GPU the KV cache gets what is free once everything else has its place: the weights twice (new ones are read beside
+the old ones), what one step computes, and a share that stays empty for CUDA's own needs and for fragmentation.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tokenspeed.config import EngineConfig
 from tokenspeed.errors import Problem
 from tokenspeed.kernels.operators import PAGE_SIZE
+from tokenspeed.kernels.spec import Need
 from tokenspeed.machine import Machine
 
 DEFAULT_KV_BYTES = 4 << 30
@@ -17,6 +22,39 @@ DEFAULT_KV_BYTES = 4 << 30
 
 _MEMORY_SHARE = 4
 """The default never takes more than one part in so many of the machine's memory."""
+
+
+_GPU_RESERVE = 0.08
+"""Share of a GPU's memory that nothing plans with: context, compiled kernels, recorded graphs, fragmentation."""
+
+SMALLER = "free memory on the GPU, or give a smaller --kv-cache-memory, --max-num-batched-tokens or --max-num-seqs"
+"""What to do about a GPU that is full."""
+
+_ATTENTION_WORKSPACE = 64 << 20
+"""Most that attention kernels of ours keep for partial results."""
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes on the device beside the KV cache: the weights, and what a step holds at the same time, estimated."""
+
+    weights: int = 0
+    step: int = 0
+
+    @classmethod
+    def of(cls, weights: int, needs: Iterable[Need], *, tokens: int, rows: int, vocabulary: int) -> Footprint:
+        """From the projections of a model: the widest input and output twice, fp32 at worst, and the logits twice.
+
+        `tokens` is the largest step, `rows` the most rows of logits. It is an estimate to plan with, not a measurement.
+        """
+        shapes = [dict(need.facts) for need in needs if need.operator == "gemm.linear"]
+        widths = [int(f["k"]) + int(f["n"]) for f in shapes if "k" in f and "n" in f and f["n"] != vocabulary]
+        return cls(weights, tokens * 2 * max(widths, default=0) * 4 + rows * vocabulary * 8 + _ATTENTION_WORKSPACE)
+
+    @property
+    def total(self) -> int:
+        """With room for a second set of weights."""
+        return 2 * self.weights + self.step
 
 
 @dataclass(frozen=True)
@@ -30,12 +68,19 @@ class Sizes:
 
 
 def choose_sizes(
-    config: EngineConfig, machine: Machine, *, max_positions: int, bytes_per_page: int
+    config: EngineConfig,
+    machine: Machine,
+    *,
+    max_positions: int,
+    bytes_per_page: int,
+    footprint: Footprint | None = None,
 ) -> tuple[Sizes, tuple[Problem, ...]]:
     """Sizes that fit, and a problem for each given size that cannot.
 
-    `max_positions` is the model's longest context in tokens, `bytes_per_page` what one page takes over all layers.
+    `max_positions` is the model's longest context in tokens, `bytes_per_page` what one page takes over all layers,
+    `footprint` what else takes memory; it matters on a GPU only.
     """
+    footprint = footprint or Footprint()
     problems = []
     wanted = config.max_model_len or max_positions
     if wanted > max_positions:
@@ -49,7 +94,10 @@ def choose_sizes(
         wanted = max_positions
     # A given token budget bounds how many requests can decode in one step.
     max_num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
-    num_pages = _num_pages(config, machine, bytes_per_page, enough=max_num_seqs * -(-wanted // PAGE_SIZE))
+    enough = max_num_seqs * -(-wanted // PAGE_SIZE)
+    num_pages = _num_pages(config, machine, bytes_per_page, footprint, enough=enough)
+    if machine.gpu_free_bytes and (fault := _gpu_fault(machine, footprint, num_pages, bytes_per_page)):
+        return Sizes(wanted, max_num_seqs, config.max_num_batched_tokens, num_pages), (*problems, fault)
     room = num_pages * PAGE_SIZE
     if room < wanted and config.max_model_len is not None:
         needed = -(-wanted // PAGE_SIZE) * bytes_per_page
@@ -72,13 +120,45 @@ def choose_sizes(
     return Sizes(min(wanted, room), max_num_seqs, config.max_num_batched_tokens, num_pages), tuple(problems)
 
 
-def _num_pages(config: EngineConfig, machine: Machine, bytes_per_page: int, *, enough: int) -> int:
-    """Pages as given; by default as many as could ever be used, within a share of the machine's memory."""
+def _num_pages(
+    config: EngineConfig, machine: Machine, bytes_per_page: int, footprint: Footprint, *, enough: int
+) -> int:
+    """Pages as given; by default as many as could ever be used, within what the machine or its GPU has for them."""
     if config.num_kv_pages is not None:
         return config.num_kv_pages
     if config.kv_cache_memory is not None:
         return config.kv_cache_memory // bytes_per_page
+    if machine.gpu_free_bytes:
+        return max(min(enough, (_plannable(machine) - footprint.total) // bytes_per_page), 0)
     budget = DEFAULT_KV_BYTES
     if machine.memory_bytes:
         budget = min(budget, machine.memory_bytes // _MEMORY_SHARE)
     return min(enough, budget // bytes_per_page)
+
+
+def _plannable(machine: Machine) -> int:
+    """Bytes of GPU memory to plan with."""
+    return machine.gpu_free_bytes - int(machine.gpu_memory_bytes * _GPU_RESERVE)
+
+
+def _gpu_fault(machine: Machine, footprint: Footprint, num_pages: int, bytes_per_page: int) -> Problem | None:
+    """Why a GPU cannot hold so many pages beside the rest, in numbers. The second set of weights may be given up."""
+    cache = max(num_pages, 1) * bytes_per_page
+    if footprint.weights + footprint.step + cache <= _plannable(machine):
+        return None
+
+    def gib(size: float) -> str:
+        return f"{size / 2**30:.2f} GiB"
+
+    reserve = machine.gpu_memory_bytes * _GPU_RESERVE
+    return Problem(
+        "memory",
+        f"the GPU has {gib(machine.gpu_free_bytes)} free of {gib(machine.gpu_memory_bytes)}, which is too little",
+        (
+            f"weights {gib(footprint.weights)}",
+            f"a step of the largest size, estimated: {gib(footprint.step)}",
+            f"KV cache of {max(num_pages, 1)} pages: {gib(cache)}",
+            f"kept empty: {gib(reserve)}",
+        ),
+        SMALLER,
+    )

@@ -7,6 +7,7 @@ weights and builds the engine. What a layer or kernel needs to know arrives as a
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from tokenspeed import __version__
 from tokenspeed.config import EngineConfig
 from tokenspeed.config_sources import VARIABLES_FOR_TESTS, variables_for_tests
+from tokenspeed.engine.buckets import Recording, plan_recording
 from tokenspeed.errors import CheckpointError, PluginError, Problem, StartRefused
 from tokenspeed.kernels.registry import KernelRegistry
 from tokenspeed.kernels.select import Pins, Selection, select
@@ -28,8 +30,9 @@ from tokenspeed.models.registry import ModelRegistry, model_class
 from tokenspeed.numerics.certificate import Certificate, certify, file_digest
 from tokenspeed.numerics.plan import Plan, machine_dict, make_plan
 from tokenspeed.numerics.resolve import ResolvedNumerics, resolve
+from tokenspeed.numerics.settings import GpuSettings, gpu_settings
 from tokenspeed.plugins import PluginHost, load_plugins
-from tokenspeed.sizing import Sizes, choose_sizes
+from tokenspeed.sizing import Footprint, Sizes, choose_sizes
 
 if TYPE_CHECKING:
     from tokenspeed.engine.engine import Engine, EngineOptions
@@ -54,11 +57,13 @@ class Examination:
     registry: KernelRegistry
     numerics: ResolvedNumerics
     problems: tuple[Problem, ...]
+    settings: GpuSettings
     checkpoint: Checkpoint | None = None
     profile: ModelProfile | None = None
     built: Built | None = None
     selection: Selection | None = None
     sizes: Sizes | None = None
+    recording: Recording | None = None
 
 
 @dataclass(frozen=True)
@@ -80,6 +85,8 @@ class Prepared:
     checkpoint: Checkpoint
     built: Built
     sizes: Sizes
+    recording: Recording
+    settings: GpuSettings
     plan: Plan
 
 
@@ -105,6 +112,7 @@ def prepare(config: EngineConfig, machine: Machine | None = None) -> Prepared:
     assert found.built
     assert found.selection
     assert found.sizes
+    assert found.recording
     plan = make_plan(
         model=config.model,
         dtype=_dtype_name(found.built),
@@ -115,7 +123,17 @@ def prepare(config: EngineConfig, machine: Machine | None = None) -> Prepared:
         core_version=__version__,
         notes=_notes(found, found.built, found.sizes),
     )
-    return Prepared(found.config, found.machine, found.host, found.checkpoint, found.built, found.sizes, plan)
+    return Prepared(
+        config=found.config,
+        machine=found.machine,
+        host=found.host,
+        checkpoint=found.checkpoint,
+        built=found.built,
+        sizes=found.sizes,
+        recording=found.recording,
+        settings=found.settings,
+        plan=plan,
+    )
 
 
 def examine(config: EngineConfig, machine: Machine | None = None, *, weights: bool = True) -> Examination:
@@ -125,12 +143,14 @@ def examine(config: EngineConfig, machine: Machine | None = None, *, weights: bo
     `config.json` alone is enough.
     """
     problems: list[Problem] = []
-    machine = machine or _read_machine(config)
+    machine = machine or read_machine(config.device)
     host = load_plugins(config.plugins)
     problems += host.problems
     registry = KernelRegistry.from_plugins(host)
     numerics = _resolve(config, machine, host, registry, problems)
-    found = Examination(config, machine, host, registry, numerics, ())
+    settings, unkept = gpu_settings(numerics, machine.device, os.environ)
+    problems += unkept
+    found = Examination(config, machine, host, registry, numerics, (), settings)
     models = ModelRegistry.from_plugins(host)
     checkpoint, profile = _find_model(config, models, problems)
     found = replace(found, checkpoint=checkpoint, profile=profile)
@@ -141,10 +161,11 @@ def examine(config: EngineConfig, machine: Machine | None = None, *, weights: bo
             selection = select(built.context.needs(), registry, machine, _pins(config, numerics))
             problems += selection.problems
             sizes = _choose_sizes(config, machine, built, problems)
+            recording = _plan_recording(config, machine, selection, sizes)
             _store_as_kernels_read(built.model, selection.choices)
             if weights and not (weight_format(checkpoint) and selection.problems):
                 _check_weights(checkpoint, built, problems)
-            found = replace(found, built=built, selection=selection, sizes=sizes)
+            found = replace(found, built=built, selection=selection, sizes=sizes, recording=recording)
     return replace(found, problems=tuple(problems))
 
 
@@ -155,18 +176,38 @@ def launch(prepared: Prepared, progress: Progress | None = None) -> Engine:
     """
     from tokenspeed.engine.engine import Engine
     from tokenspeed.loading.update import WeightStaging
+    from tokenspeed.numerics.weights import version_of
 
     report = progress or (lambda _stage, _done, _total: None)
-    _import_kernels(prepared, report)
-    proof = _prove_kernels(prepared, report)
-    report("loading tokenizer", 0, 0)
-    tokenizer = _load_tokenizer(prepared)
-    certificate = _load_weights(prepared, report).with_kit(proof)
-    report("allocating KV cache", 0, 0)
-    staging = WeightStaging(prepared.checkpoint, lambda: rebuild(prepared), prepared.machine.device)
-    return Engine(
-        prepared.built.model, prepared.built.operators, tokenizer, engine_options(prepared), certificate, staging
-    )
+    with _refusing_without_memory(prepared):
+        _import_kernels(prepared, report)
+        proof = _prove_kernels(prepared, report)
+        report("loading tokenizer", 0, 0)
+        tokenizer = _load_tokenizer(prepared)
+        certificate = _load_weights(prepared, report).with_kit(proof)
+        report("allocating KV cache", 0, 0)
+        staging = WeightStaging(prepared.checkpoint, lambda: rebuild(prepared), prepared.machine.device)
+        options = replace(engine_options(prepared), weight_version=version_of(certificate.bits["weights"]["sha256"]))
+        engine = Engine(prepared.built.model, prepared.built.operators, tokenizer, options, certificate, staging)
+        for done, total in engine.record_steps():
+            report("recording decode steps", done, total)
+    return engine
+
+
+@contextmanager
+def _refusing_without_memory(prepared: Prepared) -> Iterator[None]:
+    """Turn a GPU that is full into a refusal with numbers: the plan's, and what is free."""
+    import torch
+
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        summary, *details = str(error).split(". ")
+        pages = f"{prepared.sizes.num_pages} pages of KV cache were planned"
+        remedy = (
+            "free memory on the GPU, or give a smaller --kv-cache-memory, --max-num-batched-tokens or --max-num-seqs"
+        )
+        raise StartRefused([Problem("memory", summary, (*details, pages), remedy)]) from None
 
 
 def rebuild(prepared: Prepared) -> CausalLM:
@@ -192,7 +233,11 @@ def load(prepared: Prepared, progress: Progress | None = None, *, rehash: bool =
 
 
 def _import_kernels(prepared: Prepared, report: Progress) -> None:
+    from tokenspeed.engine.device import apply_settings
+
     _set_threads(prepared)
+    if prepared.machine.device == "cuda":
+        apply_settings(prepared.settings.tf32, prepared.settings.environment)
     report("importing kernels", 0, 0)
     prepared.plan.bind(prepared.built.context.operations)
 
@@ -280,18 +325,10 @@ def describe(prepared: Prepared, engine: Engine) -> EngineInfo:
         max_num_seqs=sizes.max_num_seqs,
         kv_tokens=sizes.num_pages * PAGE_SIZE,
         fingerprint=engine.fingerprint,
+        weight_version=engine.weight_version,
         numerics={**plan.as_dict(), "certificate": engine.certificate and engine.certificate.as_dict()},
         card=as_text(plan.card()),
     )
-
-
-def _read_machine(config: EngineConfig) -> Machine:
-    device = config.device
-    if device == "auto":
-        import torch
-
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    return read_machine(device)
 
 
 def _resolve(
@@ -406,14 +443,32 @@ def _pins(config: EngineConfig, numerics: ResolvedNumerics) -> Pins:
 def _choose_sizes(config: EngineConfig, machine: Machine, built: Built, problems: list[Problem]) -> Sizes:
     from tokenspeed.engine.kv_cache import bytes_per_page
 
+    footprint = Footprint.of(
+        sum(weight.numel() * weight.element_size() for weight in built.model.parameters()),
+        built.context.needs(),
+        tokens=config.max_num_batched_tokens,
+        rows=config.max_num_seqs,
+        vocabulary=built.model.vocab_size,
+    )
     sizes, found = choose_sizes(
         config,
         machine,
         max_positions=built.model.max_positions,
         bytes_per_page=bytes_per_page(built.model.kv_specs()),
+        footprint=footprint,
     )
     problems += found
     return sizes
+
+
+def _plan_recording(config: EngineConfig, machine: Machine, selection: Selection, sizes: Sizes) -> Recording:
+    return plan_recording(
+        machine.device,
+        selection.choices.values(),
+        wanted=config.decode_graphs,
+        max_num_seqs=sizes.max_num_seqs,
+        max_model_len=sizes.max_model_len,
+    )
 
 
 def _check_weights(checkpoint: Checkpoint, built: Built, problems: list[Problem]) -> None:
@@ -437,6 +492,8 @@ def _notes(found: Examination, built: Built, sizes: Sizes) -> Iterator[str]:
     """What the user should see on the card although it is no reason to refuse."""
     for variable, value in variables_for_tests().items():
         yield f"{variable}={value} is set: {VARIABLES_FOR_TESTS[variable]}"
+    if found.machine.device == "cuda" and found.recording is not None and found.recording.reason:
+        yield found.recording.describe()
     yield from (report.describe() for report in found.host.reports if report.status == "broken")
     yield from (slow for report in found.host.reports if (slow := report.slowness()))
     if found.config.max_model_len is None and sizes.max_model_len < built.model.max_positions:
@@ -484,4 +541,6 @@ def engine_options(prepared: Prepared) -> EngineOptions:
         max_logprobs=config.max_logprobs,
         eos_ids=tuple(sorted(prepared.checkpoint.eos_token_ids)),
         device=prepared.machine.device,
+        decode_buckets=prepared.recording.buckets,
+        ahead=prepared.machine.device == "cuda",
     )

@@ -51,6 +51,7 @@ def _as_dict(found: Examination) -> dict[str, object]:
         "numerics": found.numerics.as_dict(),
         "links": dict(found.selection.links) if found.selection else {},
         "operators": operators_dict(found.selection.choices, found.selection.verdicts) if found.selection else [],
+        "decode_graphs": found.recording.as_dict() if found.recording else None,
         "problems": [problem_dict(problem) for problem in found.problems],
     }
 
@@ -79,4 +80,6 @@ def _report(found: Examination) -> list[RenderableType]:
             style = "green" if verdict.spec is chosen else "" if verdict.accepted else "dim"
             tree.add(Text(verdict.describe(), style=style))
         parts.append(tree)
+    if found.recording is not None and found.machine.device == "cuda":
+        parts.append(Text(found.recording.describe()))
     return parts

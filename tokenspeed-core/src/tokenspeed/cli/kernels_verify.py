@@ -54,7 +54,7 @@ def verify(
         _replay(Path(replayed), host)
         return
     chosen = _chosen(host, plugin, kernel)
-    reports = _run(chosen, host, machine_of(device), only, quiet=as_json)
+    reports = _run(chosen, host, read_machine(device), only, quiet=as_json)
     saved = _save(reports, Path(folder))
     if as_json:
         print_json({"kit": KIT_VERSION, "kernels": [report.as_dict() for report in reports], "saved": saved})
@@ -62,15 +62,6 @@ def verify(
         _show(reports, saved)
     if any(report.verdict == "failed" or (kernel and report.not_run) for report in reports):
         raise click.exceptions.Exit(1)
-
-
-def machine_of(device: str) -> Machine:
-    """This computer, on its GPU where `auto` finds one."""
-    if device == "auto":
-        import torch
-
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    return read_machine(device)
 
 
 def _chosen(host: PluginHost, plugin: str | None, kernel: str | None) -> list[KernelSpec]:

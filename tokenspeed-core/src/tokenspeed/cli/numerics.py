@@ -25,6 +25,7 @@ def explain(config: EngineConfig, as_json: bool) -> None:
 
     The exit status is 2 when the options contradict the envelope. `tokenspeed explain MODEL` shows the kernels.
     """
+    from tokenspeed.machine import choose_device
     from tokenspeed.numerics.card import switches_table
     from tokenspeed.numerics.resolve import resolve
     from tokenspeed.plugins import load_plugins
@@ -37,7 +38,7 @@ def explain(config: EngineConfig, as_json: bool) -> None:
         sources=config.given,
         profiles=host.trainer_profiles(),
         kernels=host.kernels(),
-        device="cuda" if config.device == "cuda" else "cpu",
+        device=choose_device(config.device),
     )
     found = resolution.numerics
     if as_json:

@@ -19,9 +19,9 @@ import msgspec
 import torch
 
 from tokenspeed.engine.batch import ForwardBatch
+from tokenspeed.engine.buckets import Bucket
 from tokenspeed.engine.device import Device, open_device
 from tokenspeed.engine.flight import Flight, Reading
-from tokenspeed.engine.graphs import Bucket
 from tokenspeed.engine.inputs import StepInputs
 from tokenspeed.engine.kv_cache import KVCache, pages_for
 from tokenspeed.engine.logprobs import PROMPT_ROWS_AT_ONCE, Logprobs
@@ -269,7 +269,13 @@ class Engine:
         """
         if self._staging is None:
             raise CheckpointError("this engine was not started from a checkpoint, so it has no place for new weights")
-        return self._staging.from_source(source)
+        try:
+            return self._staging.from_source(source)
+        except torch.OutOfMemoryError as error:
+            raise CheckpointError(
+                f"there is no memory for new weights beside the old ones: {error}; {self._device.reclaim()}; "
+                "start with a smaller --kv-cache-memory"
+            ) from None
 
     def install_weights(self, staged: StagedWeights, weight_version: str | None = None) -> None:
         """Compute with the staged weights from the next step on; see `weights_changed` for what becomes of requests.

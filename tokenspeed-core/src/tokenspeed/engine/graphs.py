@@ -1,9 +1,8 @@
-"""Decode steps that were recorded once and are replayed: which sizes there are, and the recordings.
+"""Decode steps that were recorded once and are replayed, each for a bucket of `buckets`.
 
-A decode step is recorded for a *bucket*: so many rows, and page tables so wide. A step of fewer rows runs in the
-smallest bucket that holds it. The rows that are left over belong to no sequence (`kernels.operators`): they write no
-slot and read no page, and nobody reads what comes out of them. A row's bits do not depend on the rows beside it, so a
-step gives the same bits in every bucket, and without one.
+A step of fewer rows runs in the smallest bucket that holds it. The rows that are left over belong to no sequence
+(`kernels.operators`): they write no slot and read no page, and nobody reads what comes out of them. A row's bits do not
+depend on the rows beside it, so a step gives the same bits in every bucket, and without one.
 
 On a device that records nothing (a CPU) the same function runs again on the same memory, so the logic is one.
 """
@@ -12,36 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
+from tokenspeed.engine.buckets import Bucket
 from tokenspeed.engine.device import Device
 from tokenspeed.engine.inputs import InputBuffers, Shape, StepInputs
-
-BUCKET_ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
-"""Rows of the buckets; what is chosen between them is padding against the time and memory of recording. Not timed."""
-
-BUCKET_PAGES = (64, 512)
-"""Widths of page tables (contexts of 1,024 and 8,192 tokens) below that of the longest context."""
-
-
-class Bucket(NamedTuple):
-    """Rows of a recorded decode step, and pages that each of its contexts may have."""
-
-    rows: int
-    pages: int
-
-
-def plan_buckets(max_num_seqs: int, max_pages: int) -> tuple[Bucket, ...]:
-    """Buckets for every decode step of an engine of up to 512 seats, the largest first.
-
-    A step of more rows than the largest bucket is not recorded. `max_pages` holds the longest context.
-    """
-    most = min(max_num_seqs, BUCKET_ROWS[-1])
-    rows = sorted({*(size for size in BUCKET_ROWS if size < most), most}, reverse=True)
-    pages = sorted({*(width for width in BUCKET_PAGES if width < max_pages), max_pages}, reverse=True)
-    return tuple(Bucket(size, width) for width in pages for size in rows)
 
 
 @dataclass

@@ -16,8 +16,9 @@ import numpy as np
 import torch
 
 from tokenspeed.engine.batch import ForwardBatch
+from tokenspeed.engine.buckets import Bucket
 from tokenspeed.engine.device import Device
-from tokenspeed.engine.graphs import Bucket, Decode, DecodeGraphs
+from tokenspeed.engine.graphs import Decode, DecodeGraphs
 from tokenspeed.engine.inputs import HostArrays, InputBuffers, Shape, StepInputs
 from tokenspeed.engine.kv_cache import KVCache, KVSpecLike, pages_for
 from tokenspeed.engine.scheduler import Schedule

@@ -16,7 +16,9 @@ Legend for shapes:
     W          width of the page table (pages of the longest sequence)
 
 Common rules. Inputs have unit stride in their last axis; the other strides are free. An output is freshly allocated
-and fully written. Empty inputs (T = 0) give empty outputs. A slot index is `page * 16 + offset`.
+and fully written. Empty inputs (T = 0) give empty outputs. A slot index is `page * 16 + offset`. A batch may be padded:
+rows past `query_starts[-1]` belong to no sequence (their slot is -1, attention gives zeros for them), and a sequence
+may have no row and a context of 0 tokens.
 """
 
 from __future__ import annotations
@@ -288,8 +290,8 @@ OPERATORS: dict[str, Operator] = {
                     "indices",
                     "T,k",
                     "int32",
-                    "chosen positions, best first, equal scores (and -0 and +0) by ascending position, NaN last; "
-                    "-1 where there are fewer",
+                    "chosen positions, best first: NaN, then falling scores, equal ones (-0 and +0 too) by ascending "
+                    "position; -1 where there are fewer",
                 ),
             ),
             f"{_REFERENCE}.sparse:index_topk",

@@ -17,6 +17,9 @@ from tokenspeed.machine import Machine
 BATCH_INVARIANT = "batch_invariant"
 """Feature: a row's bits are a function of that row (its KV, the weights) alone. See `docs/concepts/numerics.md`."""
 
+CUDA_GRAPH = "cuda_graph"
+"""Feature: a call waits for nothing and issues the same work for the same shapes, so a CUDA graph can record it."""
+
 WEIGHT_FORMAT = "weight_format"
 """Trait: how a quantised checkpoint stores the weights a kernel reads: `quant_method`, or `quant_method:format`."""
 

@@ -123,6 +123,7 @@ class Lab:
             max_model_len=longest,
             num_pages=max(pages, pages_for(longest)),
             prefix_caching=setup.prefix_caching,
+            decode_buckets=setup.buckets,
         )
         model: Model = TiedModel(self.model) if setup.ties else self.model
         engine = Engine(model, self.sampling, None, options)

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from tokenspeed.engine.batch import ForwardBatch
+from tokenspeed.engine.buckets import Bucket
 from tokenspeed.engine.engine import Engine
 from tokenspeed.engine.scheduler import Schedule
 from tokenspeed.kernels.operators import PAGE_SIZE
@@ -25,7 +26,8 @@ class Setup:
     """Sizes and circumstances of the engine. `pages` None: as many as the script can use. `threads` None: as started.
 
     `dirty_pages` fills the KV pages with large numbers first, `dirty_memory` every fresh tensor with NaN; neither may
-    show in a reply. `ties` makes every even token id and the odd one after it equally likely.
+    show in a reply. `ties` makes every even token id and the odd one after it equally likely. Decode steps that fit one
+    of `buckets` run padded, as recorded steps.
     """
 
     max_seqs: int = 256
@@ -37,6 +39,7 @@ class Setup:
     dirty_pages: bool = False
     dirty_memory: bool = False
     ties: bool = False
+    buckets: tuple[Bucket, ...] = ()
 
 
 @dataclass(frozen=True)

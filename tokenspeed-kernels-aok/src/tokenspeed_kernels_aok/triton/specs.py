@@ -9,7 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from tokenspeed.kernels.spec import BATCH_INVARIANT, KernelSpec, MachineRequirement, Priority, TraitValue, trait_table
+from tokenspeed.kernels.spec import (
+    BATCH_INVARIANT,
+    CUDA_GRAPH,
+    KernelSpec,
+    MachineRequirement,
+    Priority,
+    TraitValue,
+    trait_table,
+)
 
 ARCHITECTURES = ("sm80", "sm86", "sm89", "sm90", "sm100")
 """What the tile tables cover."""
@@ -51,7 +59,7 @@ def _spec(
             arch=frozenset({architecture} if architecture else ARCHITECTURES),
             libraries=frozenset({"triton"}),
         ),
-        features=frozenset({BATCH_INVARIANT}),
+        features=frozenset({BATCH_INVARIANT, CUDA_GRAPH}),
         traits=trait_table(traits or {}),
         priority=Priority.PERFORMANT,
         bit_order=f"aok-triton/{operator}{suffix}@1",
@@ -75,6 +83,6 @@ def triton_specs() -> tuple[KernelSpec, ...]:
         _spec("cache.write", "cache:write", "x", "kv", traits=_KV_LAYOUT),
         _spec("sampling.block_sumexp", "logprobs:block_sumexp", "logits", traits=_BLOCK_ORDER),
         _spec("sampling.logprobs", "logprobs:logprobs", "logits", traits=_BLOCK_ORDER),
-        _spec("sampling.sample", "sample:sample", "logits"),
+        _spec("sampling.sample", "sample:sample", "logits", traits={"stream": {"per-request"}}),
         *(spec for architecture in ARCHITECTURES for spec in _matrix_specs(architecture)),
     )
