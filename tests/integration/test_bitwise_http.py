@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import math
 import struct
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -80,6 +82,79 @@ def test_every_route_and_the_stream_agree(bitwise: Any) -> None:
         choices = [event["choices"][0] for event in events]
         streamed = [pair for choice in choices for pair in zip(*bits(choice), strict=True)]
         assert streamed == list(zip(*alone, strict=True))
+
+
+def test_arrays_in_base64_hold_the_same_bits(bitwise: Any) -> None:
+    """On every route, whole and streamed; NaN stands for the first token of a prompt, which has no logprob."""
+    alone = one(bitwise)
+    encoded = {"logprobs_encoding": "base64"}
+    with httpx.Client(base_url=bitwise.url, timeout=120) as http:
+
+        def post(path: str, **body: Any) -> Any:
+            answer = http.post(path, json=body)
+            assert answer.status_code == 200, answer.text
+            return answer.json()
+
+        ids = post("/tokenize", prompt=PROMPT)["tokens"]
+        plain = one(bitwise, prompt=ids)
+        scored = complete(bitwise, max_tokens=1, prompt_logprobs=0)["choices"][0]["prompt_logprobs"][1:]
+        expected = b"".join(struct.pack("<f", next(iter(entry.values()))["logprob"]) for entry in scored)
+        missing = struct.pack("<f", math.nan)
+        choice = complete(bitwise, **encoded, prompt_logprobs=0, echo=True)["choices"][0]
+        assert base64.b64decode(choice["prompt_logprobs"]) == missing + expected
+        assert base64.b64decode(choice["logprobs"]["token_logprobs"]) == missing + expected + b"".join(alone[1])
+
+        stream = http.post("/v1/completions", json={"prompt": PROMPT, **ASK, **encoded, "stream": True}).text
+        events = [json.loads(line.removeprefix("data: ")) for line in stream.split("\n\n")[:-2]]
+        arrays = [event["choices"][0]["logprobs"]["token_logprobs"] for event in events]
+        assert b"".join(map(base64.b64decode, arrays)) == b"".join(alone[1])
+
+        chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9, "seed": 5, "logprobs": True}
+        content = post("/v1/chat/completions", **chat)["choices"][0]["logprobs"]["content"]
+        values = [entry["logprob"] for entry in content]
+        array = post("/v1/chat/completions", **chat, **encoded)["choices"][0]["logprobs"]["token_logprobs"]
+        assert base64.b64decode(array) == struct.pack(f"<{len(values)}f", *values)
+
+        tokens = {"seed": 1234, "max_tokens": 48, "logprobs": 0, "prompt_logprobs": 0, "ignore_eos": True}
+        found = post("/inference/v1/generate", token_ids=ids, sampling_params={**tokens, **encoded})
+        assert base64.b64decode(found["choices"][0]["logprobs"]["token_logprobs"]) == b"".join(plain[1])
+        assert base64.b64decode(found["prompt_logprobs"]) == missing + expected
+
+        sampling = {"max_new_tokens": 48, "sampling_seed": 1234, "ignore_eos": True}
+        native = {"input_ids": ids, "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
+        meta = post("/generate", **native, **encoded)["meta_info"]
+        assert base64.b64decode(meta["output_token_logprobs"]) == b"".join(plain[1])
+        assert base64.b64decode(meta["input_token_logprobs"]) == missing + expected
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "a", "logprobs": 2}),
+        ("/v1/completions", {"prompt": "a", "logprobs": 0, "prompt_logprobs": 1}),
+        ("/v1/completions", {"prompt": "a", "logprobs": 0, "logprob_token_ids": [5]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 1}),
+        ("/generate", {"input_ids": [5], "return_logprob": True, "top_logprobs_num": 1}),
+    ],
+)
+def test_alternatives_have_no_place_in_an_array(bitwise: Any, path: str, body: dict[str, Any]) -> None:
+    with httpx.Client(base_url=bitwise.url) as http:
+        refused = http.post(path, json={**body, "logprobs_encoding": "base64"})
+        unknown = http.post(path, json={**body, "logprobs_encoding": "base65"})
+    assert refused.status_code == unknown.status_code == 400
+    assert refused.json()["error"]["param"] == "logprobs_encoding"
+    assert unknown.json()["error"]["param"] == "logprobs_encoding"
+
+
+def test_replies_name_the_weights_from_the_start(bitwise: Any) -> None:
+    with httpx.Client(base_url=bitwise.url, timeout=120) as http:
+        certificate = http.get("/numerics").json()["certificate"]
+        version = http.get("/get_weight_version").json()["weight_version"]
+        meta = http.post("/generate", json={"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 3}}).json()
+    assert version == certificate["bits"]["weights"]["sha256"][:12]
+    assert meta["meta_info"]["weight_version"] == version
+    (choice,) = complete(bitwise, return_weight_versions=True)["choices"]
+    assert choice["weight_versions"] == [{"version": version, "start": 0, "end": 48}]
 
 
 def test_output_logprobs_are_the_prompt_logprobs_of_the_same_tokens(bitwise: Any) -> None:

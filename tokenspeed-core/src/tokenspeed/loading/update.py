@@ -18,7 +18,7 @@ import torch
 from tokenspeed.errors import CheckpointError
 from tokenspeed.loading.checkpoint import STORED_DTYPES, Checkpoint, Filling, listed
 from tokenspeed.models.base import CausalLM
-from tokenspeed.numerics.weights import TensorDigest, WeightsDigest, tensor_digest
+from tokenspeed.numerics.weights import TensorDigest, WeightsDigest, tensor_digest, version_of
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 """A checkpoint's tensors with their names there, in any order."""
@@ -35,8 +35,8 @@ class StagedWeights:
 
     @property
     def default_version(self) -> str:
-        """A version for whoever gives none: the beginning of the digest, so equal weights have equal versions."""
-        return self.digest.hex[:12]
+        """A version for whoever gives none."""
+        return version_of(self.digest.hex)
 
 
 class WeightStaging:

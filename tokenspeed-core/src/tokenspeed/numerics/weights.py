@@ -91,6 +91,11 @@ def digest_files(files: Iterable[Path], *, cache: Path | None, progress: Progres
     return WeightsDigest(MappingProxyType(tensors))
 
 
+def version_of(digest: str) -> str:
+    """A version for weights that were given none: the beginning of their digest; equal weights have equal versions."""
+    return digest[:12]
+
+
 def tensor_digest(tensor: torch.Tensor) -> str:
     """SHA-256 (hex) of a tensor's values in row-major order."""
     import torch

@@ -6,10 +6,10 @@ import time
 from collections.abc import AsyncGenerator
 from typing import Any
 
-from tokenspeed.engine.request import SamplingParams, TokenUpdate
+from tokenspeed.engine.request import PositionLogprobs, SamplingParams, TokenUpdate
 from tokenspeed.server.errors import ApiError
 from tokenspeed.server.generation import Generation, Job, Prompt, Sample
-from tokenspeed.server.logprobs import LogprobWriter, cut
+from tokenspeed.server.logprobs import LogprobWriter, base64_logprobs, cut
 from tokenspeed.server.openai import ChatCompletionRequest, TokenizeRequest
 from tokenspeed.server.service import Service
 from tokenspeed.server.stream import event
@@ -89,7 +89,7 @@ class ChatCompletion:
             reply["prompt_text"] = self._prompt.text
         if body.prompt_logprobs is not None:
             entries = cut(samples[0].prompt_logprobs or [], body.prompt_logprobs)
-            reply["prompt_logprobs"] = self._writer().prompt(entries)
+            reply["prompt_logprobs"] = base64_logprobs(entries) if body.in_base64 else self._writer().prompt(entries)
         if body.logprobs or body.prompt_logprobs is not None:
             reply["logprobs_mode"] = self._service.limits.logprobs_mode
         return reply
@@ -140,7 +140,7 @@ class ChatCompletion:
         choice: dict[str, Any] = {
             "index": sample.index,
             "delta": {"content": update.text},
-            "logprobs": {"content": writer.chat(update.logprobs or [])} if self._body.logprobs else None,
+            "logprobs": self._logprobs(writer, update.logprobs or []),
             "finish_reason": update.finish_reason,
         }
         if self._body.return_token_ids:
@@ -153,12 +153,19 @@ class ChatCompletion:
         choice: dict[str, Any] = {
             "index": sample.index,
             "message": {"role": "assistant", "content": sample.text, "refusal": None},
-            "logprobs": {"content": self._writer().chat(sample.logprobs)} if self._body.logprobs else None,
+            "logprobs": self._logprobs(self._writer(), sample.logprobs),
             "finish_reason": sample.finish_reason,
         }
         if self._body.return_token_ids:
             choice["token_ids"] = sample.token_ids
         return choice | self._ending(sample)
+
+    def _logprobs(self, writer: LogprobWriter, entries: list[PositionLogprobs]) -> dict[str, Any] | None:
+        if not self._body.logprobs:
+            return None
+        if self._body.in_base64:
+            return {"token_logprobs": base64_logprobs(entries)}
+        return {"content": writer.chat(entries)}
 
     def _ending(self, sample: Sample) -> dict[str, Any]:
         """What a choice says when it is complete."""

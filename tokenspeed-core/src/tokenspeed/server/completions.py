@@ -10,7 +10,7 @@ import msgspec
 
 from tokenspeed.engine.request import PositionLogprobs, SamplingParams, TokenUpdate
 from tokenspeed.server.generation import Generation, Job, Prompt, Sample
-from tokenspeed.server.logprobs import LogprobWriter, cut
+from tokenspeed.server.logprobs import LogprobWriter, base64_logprobs, cut
 from tokenspeed.server.openai import CompletionRequest
 from tokenspeed.server.prompts import read_prompts
 from tokenspeed.server.service import Service
@@ -120,13 +120,16 @@ class Completion:
             ids, entries = part.token_ids, list[PositionLogprobs | None](part.logprobs or [])
             if echo:
                 ids, entries = sample.prompt.ids + ids, cut(sample.prompt_logprobs or [], body.logprobs) + entries
-            choice["logprobs"] = writer.completion(ids, entries)
+            choice["logprobs"] = (
+                {"token_logprobs": base64_logprobs(entries)} if body.in_base64 else writer.completion(ids, entries)
+            )
         if body.return_token_ids:
             choice["token_ids"] = part.token_ids
             if is_first:
                 choice["prompt_token_ids"] = sample.prompt.ids
         if is_whole and body.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = writer.prompt(cut(sample.prompt_logprobs or [], body.prompt_logprobs))
+            prompt = cut(sample.prompt_logprobs or [], body.prompt_logprobs)
+            choice["prompt_logprobs"] = base64_logprobs(prompt) if body.in_base64 else writer.prompt(prompt)
         if is_last:
             choice["seed"] = sample.seed
             if body.return_weight_versions:

@@ -1,17 +1,46 @@
-"""Log-probabilities as JSON: a float32 goes out as the shortest text of the double that holds it; its bits survive."""
+"""Log-probabilities as JSON: a float32 goes out as the shortest text of the double that holds it; its bits survive.
+
+Large jobs may ask for them as base64 of little-endian float32 arrays instead, which costs no parsing.
+"""
 
 from __future__ import annotations
 
+import base64
 import math
+import struct
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
-from tokenspeed.engine.request import PositionLogprobs, TokenLogprob
+from tokenspeed.engine.request import PositionLogprobs, SamplingParams, TokenLogprob
 from tokenspeed.server.errors import ApiError
 from tokenspeed.server.text import TextService
 
 MINUS_INFINITY = -9999.0
 """What stands for -inf, which JSON cannot write; the value that vLLM sends."""
+
+
+LogprobsEncoding = Literal["float", "base64"]
+"""How log-probabilities are written; `float` if not given."""
+
+
+def check_encoding(encoding: LogprobsEncoding | None, params: SamplingParams) -> None:
+    """Refuse what has no place in an array of one number for each token. Raises ApiError."""
+    more = bool(params.logprobs) or bool(params.prompt_logprobs) or bool(params.logprob_token_ids)
+    if encoding == "base64" and more:
+        message = "`logprobs_encoding`: base64 holds the tokens' own logprobs; ask for 0 alternatives, or for float"
+        raise ApiError(400, message, param="logprobs_encoding", reason="unsupported_field")
+
+
+def base64_logprobs(entries: Sequence[PositionLogprobs | None]) -> str:
+    """The tokens' logprobs as base64 of a little-endian float32 array; NaN for an entry of None, -inf as it is.
+
+    Raises ApiError when the model produced NaN.
+    """
+    values = [math.nan if entry is None else entry.token.logprob for entry in entries]
+    for entry, value in zip(entries, values, strict=True):
+        if entry is not None:
+            json_logprob(value)
+    return base64.b64encode(struct.pack(f"<{len(values)}f", *values)).decode()
 
 
 def json_logprob(value: float) -> float:

@@ -22,6 +22,7 @@ from tokenspeed.server.fields import (
     UnitInterval,
 )
 from tokenspeed.server.limits import Limits
+from tokenspeed.server.logprobs import LogprobsEncoding, check_encoding
 
 DEFAULT_MAX_TOKENS = 16
 TokenIds = list[Annotated[int, Field(ge=0)]]
@@ -60,6 +61,7 @@ class SamplingFields(StrictModel):
     prompt_logprobs: Annotated[int, Field(ge=-1)] | None = None
     logprob_token_ids: TokenIds | None = None
     logprobs_mode: str | None = None
+    logprobs_encoding: LogprobsEncoding | None = None
 
     def sampling_params(self, limits: Limits, *, logprobs: int | None, max_tokens: int | None) -> SamplingParams:
         """Checked against the model and the server's limits. Raises ApiError or RequestError naming the field."""
@@ -88,7 +90,13 @@ class SamplingFields(StrictModel):
             skip_special_tokens=self.skip_special_tokens is not False,
         )
         limits.check_params(params)
+        check_encoding(self.logprobs_encoding, params)
         return params
+
+    @property
+    def in_base64(self) -> bool:
+        """Log-probabilities are wanted as arrays in base64."""
+        return self.logprobs_encoding == "base64"
 
     def check_consistency(self, limits: Limits) -> None:
         """Refuse fields that contradict each other or the server. Raises ApiError."""

@@ -15,7 +15,7 @@ from tokenspeed.server.control import guard
 from tokenspeed.server.errors import ApiError, JsonResponse
 from tokenspeed.server.fields import StrictModel
 from tokenspeed.server.generation import Generation, Job, Prompt, Sample
-from tokenspeed.server.logprobs import json_logprob
+from tokenspeed.server.logprobs import base64_logprobs, json_logprob
 from tokenspeed.server.prompts import read_prompts
 from tokenspeed.server.routes import RequestId, ServiceDep, router
 from tokenspeed.server.service import Service
@@ -99,6 +99,12 @@ class _Writer:
         inputs: Sequence[PositionLogprobs | None] = (sample.prompt_logprobs or [])[start:]
         # The first reported prompt token has a null logprob, whatever its position.
         inputs = [None, *inputs[1:]] if inputs else []
+        if self._body.logprobs_encoding == "base64":
+            return {
+                "input_token_logprobs": base64_logprobs(inputs),
+                "output_token_logprobs": base64_logprobs(sample.logprobs),
+                "output_token_logprobs_length": len(sample.logprobs),
+            }
         ids = sample.prompt.ids[start:] if inputs else []
         found: dict[str, Any] = {
             "input_token_logprobs": [

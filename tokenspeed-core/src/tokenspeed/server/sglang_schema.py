@@ -10,6 +10,7 @@ from tokenspeed.engine.request import SamplingParams
 from tokenspeed.server.errors import ApiError
 from tokenspeed.server.fields import Finite, Int64, Penalty, StrictModel, TokenCount, UnitInterval
 from tokenspeed.server.limits import Limits
+from tokenspeed.server.logprobs import LogprobsEncoding, check_encoding
 from tokenspeed.server.openai import TokenIds
 
 DEFAULT_MAX_NEW_TOKENS = 128
@@ -92,6 +93,7 @@ class GenerateRequest(StrictModel):
     top_logprobs_num: Annotated[int, Field(ge=0)] | None = None
     token_ids_logprob: TokenIds | None = None
     return_text_in_logprobs: bool | None = None
+    logprobs_encoding: LogprobsEncoding | None = None
     return_prompt_token_ids: bool | None = None
     stream: bool | None = None
 
@@ -159,4 +161,5 @@ class GenerateRequest(StrictModel):
             skip_special_tokens=asked.skip_special_tokens is not False,
         )
         limits.check_params(params)
+        check_encoding(self.logprobs_encoding, params)
         return params

@@ -12,7 +12,7 @@ from tokenspeed.engine.request import PositionLogprobs, TokenLogprob
 from tokenspeed.server.errors import ApiError, JsonResponse
 from tokenspeed.server.fields import UNSUPPORTED, StrictModel
 from tokenspeed.server.generation import Generation, Job, Prompt, Sample
-from tokenspeed.server.logprobs import LogprobWriter, cut, json_logprob
+from tokenspeed.server.logprobs import LogprobWriter, base64_logprobs, cut, json_logprob
 from tokenspeed.server.openai import DEFAULT_MAX_TOKENS, SamplingFields
 from tokenspeed.server.routes import RequestId, ServiceDep, router
 from tokenspeed.server.service import Service
@@ -58,34 +58,35 @@ async def generate(body: TokenRequest, request: Request, service: ServiceDep, re
     service.limits.check_prompt(prompt.ids, params)
     job = Job(prompt, params, body.request_id or request_id)
     if body.stream:
-        return EventStream(_events(service, job))
-    return await reply(request, _whole(service, job))
+        return EventStream(_events(service, job, asked))
+    return await reply(request, _whole(service, job, asked))
 
 
-async def _whole(service: Service, job: Job) -> Response:
+async def _whole(service: Service, job: Job, asked: TokenSampling) -> Response:
     with Generation(service, [job]) as generation:
         samples = await generation.finish()
     content: dict[str, Any] = {
         "request_id": job.external_id,
-        "choices": [_choice(service, sample, sample.token_ids, sample.logprobs) for sample in samples],
+        "choices": [_choice(service, sample, asked, sample.token_ids, sample.logprobs) for sample in samples],
         "prompt_logprobs": None,
         "usage": generation.usage(),
         "system_fingerprint": generation.fingerprint(),
     }
     if job.params.prompt_logprobs is not None:
         writer = LogprobWriter(service.text, ids_as_tokens=False, skip_special_tokens=True)
-        content["prompt_logprobs"] = writer.prompt(cut(samples[0].prompt_logprobs or [], job.params.prompt_logprobs))
+        entries = cut(samples[0].prompt_logprobs or [], job.params.prompt_logprobs)
+        content["prompt_logprobs"] = base64_logprobs(entries) if asked.in_base64 else writer.prompt(entries)
     return JsonResponse(content)
 
 
-async def _events(service: Service, job: Job) -> AsyncGenerator[bytes, None]:
+async def _events(service: Service, job: Job, asked: TokenSampling) -> AsyncGenerator[bytes, None]:
     with Generation(service, [job]) as generation:
         async for batch in generation.batches():
             yield b"".join(
                 event(
                     {
                         "request_id": job.external_id,
-                        "choices": [_choice(service, sample, update.token_ids, update.logprobs or [])],
+                        "choices": [_choice(service, sample, asked, update.token_ids, update.logprobs or [])],
                     }
                 )
                 for sample, update in batch
@@ -93,7 +94,9 @@ async def _events(service: Service, job: Job) -> AsyncGenerator[bytes, None]:
         yield event({"request_id": job.external_id, "choices": [], "usage": generation.usage()})
 
 
-def _choice(service: Service, sample: Sample, token_ids: list[int], entries: list[PositionLogprobs]) -> dict[str, Any]:
+def _choice(
+    service: Service, sample: Sample, asked: TokenSampling, token_ids: list[int], entries: list[PositionLogprobs]
+) -> dict[str, Any]:
     """One choice, or what a step added to it; the ending is there once the sample has finished."""
     choice: dict[str, Any] = {
         "index": sample.index,
@@ -102,7 +105,9 @@ def _choice(service: Service, sample: Sample, token_ids: list[int], entries: lis
         "finish_reason": sample.finish_reason,
         "stop_reason": sample.stop_reason,
     }
-    if sample.job.params.logprobs is not None:
+    if sample.job.params.logprobs is not None and asked.in_base64:
+        choice["logprobs"] = {"token_logprobs": base64_logprobs(entries)}
+    elif sample.job.params.logprobs is not None:
         choice["logprobs"] = {
             "content": [
                 {**_record(service, entry.token), "top_logprobs": [_record(service, item) for item in entry.top]}
