@@ -16,6 +16,7 @@ import torch
 
 from tokenspeed import startup
 from tokenspeed.config import EngineConfig
+from tokenspeed.engine.buckets import Bucket
 from tokenspeed.engine.engine import Engine, EngineOptions
 from tokenspeed.engine.kv_cache import pages_for
 from tokenspeed.engine.runner import Model, Observer
@@ -107,6 +108,7 @@ class Lab:
         watch.evidence["chunked prefills"] += stats.chunked_prefills
         watch.evidence["cached tokens"] += stats.cached_tokens
         watch.evidence["preemptions"] += stats.preemptions
+        watch.evidence["recorded steps"] += engine.replays
         watch.evidence["cancelled"] += sum(outcome.finish_reason == "abort" for outcome in outcomes)
         return Run(outcomes, watch.evidence, frozenset(watch.batch_sizes))
 
@@ -123,7 +125,7 @@ class Lab:
             max_model_len=longest,
             num_pages=max(pages, pages_for(longest)),
             prefix_caching=setup.prefix_caching,
-            decode_buckets=setup.buckets,
+            decode_buckets=tuple(Bucket(rows, pages_for(longest)) for rows in setup.bucket_rows),
         )
         model: Model = TiedModel(self.model) if setup.ties else self.model
         engine = Engine(model, self.sampling, None, options)

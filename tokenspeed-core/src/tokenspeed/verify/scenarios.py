@@ -301,6 +301,17 @@ def _later(stage: Stage) -> Iterator[Trial]:
     yield Trial(checks, on_used_engine.evidence + Counter({"requests in between": len(script.before)}))
 
 
+def _buckets(stage: Stage) -> Iterator[Trial]:
+    """Few rows right after many, so that what a bucket held before lies in the rows that are nobody's."""
+    rows = (2, 8, 16)
+    for size in (16, 5, 8, 3):
+        chosen = [stage.short[i % len(stage.short)] for i in range(size)]
+        yield stage.against_alone(together(chosen, bucket_rows=rows, max_seqs=16), {"full buckets": size in rows})
+    starts = tuple(Start(item, at=2 * i) for i, item in enumerate(stage.items[:9]))
+    setup = Setup(bucket_rows=rows, max_seqs=16, dirty_pages=True, dirty_memory=True)
+    yield stage.against_alone(Script(starts, setup), {"dirty memory": 1})
+
+
 def _threads(stage: Stage) -> Iterator[Trial]:
     for threads in thread_numbers(stage.lab):
         for items in (stage.items[:8], stage.items[4:5], [stage.long], [stage.long, *stage.items[:8]]):
@@ -437,6 +448,12 @@ SCENARIOS: Mapping[str, Scenario] = _table(
         "whatever lies in free pages, in fresh memory or where pages lie",
         {"dirty pages": 2, "dirty memory": 2, "scattered page tables": 1, "cancelled": 3},
         _memory,
+    ),
+    Scenario(
+        "buckets",
+        "decode steps as they come = padded and recorded ones (on a GPU, CUDA graphs)",
+        {"padded steps": 20, "recorded steps": 20, "full buckets": 1, "dirty memory": 1},
+        _buckets,
     ),
     Scenario("threads", "one thread = several", {"other numbers of threads": 1}, _threads),
     Scenario("later", "first request after the start = a later one", {"requests in between": 10}, _later),

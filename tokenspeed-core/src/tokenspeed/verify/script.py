@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from tokenspeed.engine.batch import ForwardBatch
-from tokenspeed.engine.buckets import Bucket
 from tokenspeed.engine.engine import Engine
 from tokenspeed.engine.scheduler import Schedule
 from tokenspeed.kernels.operators import PAGE_SIZE
@@ -26,8 +25,8 @@ class Setup:
     """Sizes and circumstances of the engine. `pages` None: as many as the script can use. `threads` None: as started.
 
     `dirty_pages` fills the KV pages with large numbers first, `dirty_memory` every fresh tensor with NaN; neither may
-    show in a reply. `ties` makes every even token id and the odd one after it equally likely. Decode steps that fit one
-    of `buckets` run padded, as recorded steps.
+    show in a reply. `ties` makes every even token id and the odd one after it equally likely. Decode steps that fit
+    one of the `bucket_rows` run padded to it, as recorded steps.
     """
 
     max_seqs: int = 256
@@ -39,7 +38,7 @@ class Setup:
     dirty_pages: bool = False
     dirty_memory: bool = False
     ties: bool = False
-    buckets: tuple[Bucket, ...] = ()
+    bucket_rows: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -114,6 +113,7 @@ class Watch:
         self.batch_sizes.add(size)
         self.evidence["steps"] += 1
         self.evidence["shared steps"] += size > 1
+        self.evidence["padded steps"] += len(batch.context_lens) > size
         self.evidence["steps of decode and prefill"] += bool(schedule.decodes and schedule.chunks)
         self.evidence["steps above 256 tokens"] += len(batch.token_ids) > LARGE_STEP
         for state in (*schedule.decodes, *schedule.chunks):
