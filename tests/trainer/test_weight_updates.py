@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,46 @@ def test_replies_are_those_of_an_engine_started_with_the_new_weights(
     assert reply(llm) == expected
 
 
+@pytest.fixture(params=["Qwen3Moe", "Mixtral", "DeepseekV3", "LongcatFlash"])
+def routed(request: pytest.FixtureRequest, make_folder: Callable[[str, torch.dtype], Path]) -> Path:
+    return make_folder(request.param, torch.bfloat16)
+
+
+def test_stacked_experts_are_those_of_a_checkpoint(
+    routed: Path, load_trainer: Callable[[Path], Any], tmp_path: Path
+) -> None:
+    """A trainer's tensors in process = the same model saved, in another engine and at another start."""
+    trainer = load_trainer(routed)
+    with torch.no_grad():
+        for parameter in trainer.parameters():
+            parameter.mul_(0.75)
+    trainer.save_pretrained(tmp_path)
+    for file in ("config.json", "tokenizer.json"):
+        (tmp_path / file).write_bytes((routed / file).read_bytes())
+    held = dict(trainer.state_dict())
+    stacked = [name for name, tensor in held.items() if name.endswith("experts.gate_up_proj") and tensor.dim() == 3]
+    stored = load_file(tmp_path / "model.safetensors")
+    assert stacked
+    assert not stored.keys() & set(stacked)
+    with start(tmp_path) as fresh:
+        expected = reply(fresh), fresh.engine.fingerprint, fresh.engine.weight_version
+    with start(routed) as llm:
+        old = reply(llm), llm.engine.fingerprint, llm.engine.weight_version
+        for source in (held.items(), tmp_path, stored.items()):
+            llm.update_weights(source)
+            assert (reply(llm), llm.engine.fingerprint, llm.engine.weight_version) == expected != old
+            llm.update_weights(routed)
+            assert (reply(llm), llm.engine.fingerprint, llm.engine.weight_version) == old
+        name = stacked[0]
+        with pytest.raises(CheckpointError, match=re.escape(f"{name} is [3, ")):
+            llm.update_weights((held | {name: held[name][:3]}).items())
+        with pytest.raises(CheckpointError, match=r"missing .*\n +model\.layers\..*experts\.0\."):
+            llm.update_weights(pair for pair in held.items() if pair[0] != name)
+        with pytest.raises(CheckpointError, match="given twice"):
+            llm.update_weights([*held.items(), (name, held[name])])
+        assert (reply(llm), llm.engine.fingerprint, llm.engine.weight_version) == old
+
+
 def test_cached_prefixes_are_forgotten(llm: LLM, changed: Tensors) -> None:
     reply(llm)
     assert llm.generate(PROMPT, PARAMS)[0].num_cached_tokens == 32
@@ -132,7 +173,8 @@ def add(tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
 
 def repeat(tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
     yield from tensors.items()
-    yield "model.norm.weight", tensors["model.norm.weight"]
+    for name in ("model.norm.weight", "model.layers.0.mlp.up_proj.weight"):
+        yield name, tensors[name]
 
 
 def integers(tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
@@ -150,7 +192,7 @@ def breaks(tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
         (drop, CheckpointError, r"missing \(1\):\n +model.layers.1.self_attn.k_proj.weight"),
         (misshape, CheckpointError, r"model.norm.weight is \[7\], the model wants \[96\]"),
         (add, CheckpointError, r"unexpected \(1\):\n +model.layers.9.mlp.up_proj.weight"),
-        (repeat, CheckpointError, r"given twice \(1\):\n +model.norm.weight"),
+        (repeat, CheckpointError, r"given twice \(2\):\n +model.*\n +model"),
         (integers, CheckpointError, r"model.norm.weight is torch.int8"),
         (breaks, ConnectionError, "the trainer is gone"),
     ],

@@ -98,11 +98,13 @@ class WeightStaging:
                     unexpected.append(name)
                 continue
             seen[name] += 1
+            if seen[name] > 1:  # its layer may be packed by now
+                continue
             if tuple(tensor.shape) != target.shape:
                 misshaped.append(f"{name} is {list(tensor.shape)}, the model wants {list(target.shape)}")
             elif not target.takes(tensor.dtype):
                 unreadable.append(f"{name} is {tensor.dtype}")
-            elif seen[name] == 1:
+            else:
                 yield name, tensor.detach()
         faults = listed("missing", [name for name in wanted if name not in seen])
         faults += listed("unexpected", unexpected)

@@ -16,7 +16,8 @@ and for each sequence i = 0, 1, … of T tokens:
     sequences.i.prompt_length   int64[1], with `reported`
     sequences.i.reported        float32[T-prompt_length], optional: what the engine reported while generating the rest
     sequences.i.activations.NAME   [T,F], optional: outputs of a module by its name in the trainer's model;
-                                NAME.input is what a module reads
+                                NAME.input is what a module reads; of a router NAME.ids (int32) and NAME.weights
+                                (float32), [T,k]
 """
 
 from __future__ import annotations
