@@ -23,7 +23,7 @@ from oracle import rows as oracle
 from tokenspeed_kernels_aok.cpu import embedding, gemm, rows
 
 EPS = 1e-6
-KERNELS = {"_rms_norm": "_NORM", "_rope": "_ROPE", "_silu_and_mul": "_SILU"}
+KERNELS = {"_rms_norm": "_NORM", "_layer_norm": "_LAYER_NORM", "_rope": "_ROPE", "_silu_and_mul": "_SILU"}
 NARROW = {torch.bfloat16: oracle.bf16, torch.float32: oracle.exact}
 WIDTHS = (1, 15, 16, 64, 100, 147, 1024)
 
@@ -48,6 +48,8 @@ def test_norms_give_the_bits_of_the_oracle(kind: str, dtype: torch.dtype) -> Non
         expected, expected_sum = oracle.add_rms_norm(wide(x), wide(residual), wide(weight), EPS, NARROW[dtype])
         assert same_bits(out, narrowed(expected, dtype)), width
         assert same_bits(total, narrowed(expected_sum, dtype)), width
+        expected = oracle.layer_norm(wide(x), wide(weight), wide(residual[0]), EPS, NARROW[dtype])
+        assert same_bits(rows.layer_norm(x, weight, residual[0], EPS), narrowed(expected, dtype)), width
 
 
 @pytest.mark.usefixtures("variant")

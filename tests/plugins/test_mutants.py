@@ -50,6 +50,8 @@ CAUGHT_BY = {
     "experts.in_expert_order": "traits",
     "experts.capacity": "batch",
     "experts.forgets_identity": "agreement",
+    "topk.last_of_equals": "agreement",
+    "sparse.by_slot": "layout",
     "sumexp.whole_row": "agreement",
     "logprobs.ignores_temperature": "agreement",
     "sample.noise_by_row": "batch",

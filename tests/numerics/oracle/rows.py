@@ -49,6 +49,17 @@ def add_rms_norm(x: F32, residual: F32, weight: F32, eps: float, narrow: Narrow)
     return rms_norm(total, weight, eps, narrow), ieee.canonical(narrow(total))
 
 
+def layer_norm(x: F32, weight: F32, bias: F32, eps: float, narrow: Narrow) -> F32:
+    """(x - mean) / deviation, times weight, plus bias; narrowed once; x [R,H]."""
+    rows, h = x.shape
+    lanes = np.zeros((rows, LANES), np.float32)
+    for start in range(0, h, LANES):
+        part = x[:, start : start + LANES]
+        lanes[:, : part.shape[1]] = ieee.add(lanes[:, : part.shape[1]], part)
+    centred = ieee.sub(x, ieee.div(ieee.fold_halves(lanes), np.float32(h))[:, None])
+    return ieee.canonical(narrow(ieee.fma(ieee.mul(centred, inverse_rms(centred, eps)), weight, bias)))
+
+
 def rope(x: F32, cosine: F32, sine: F32, interleaved: bool, narrow: Narrow) -> F32:
     """Rotate the first 2R features of x [T,heads,D] by cosine and sine [T,R]; the others pass unchanged."""
     half = cosine.shape[1]

@@ -62,6 +62,15 @@ SPECS: tuple[KernelSpec, ...] = (
     _spec("attention.paged", "attention:attention", _each("x", "kv"), traits=_KV_LAYOUT),
     _spec("cache.write_latent", "mla:write_latent", _each("x", "kv")),
     _spec("attention.mla_paged", "mla:mla", _each("x", "kv")),
+    _spec("norm.layer", "rows:layer_norm", _each("x", "weight")),
+    _spec("attention.index_scores", "sparse:index_scores", _each("x", "kv")),
+    _spec("attention.index_topk", "sparse:index_topk", ({},)),
+    _spec(
+        "attention.sparse_paged",
+        "sparse:attention",
+        _each("x", "kv"),
+        traits={"slot_order": {"selection", "sorted"}},
+    ),
     _spec("moe.route", "moe:route", _each("logits"), traits={"form": {"fused", "torch"}}),
     _spec(
         "moe.experts",
@@ -77,5 +86,5 @@ SPECS: tuple[KernelSpec, ...] = (
         traits={"block_order": {"aok_tree"}},
     ),
     _spec("sampling.logprobs", "sampling:logprobs", _each("logits"), traits={"block_order": {"aok_tree"}}),
-    _spec("sampling.sample", "sampling:sample", _each("logits")),
+    _spec("sampling.sample", "sampling:sample", _each("logits"), traits={"stream": {"per-request"}}),
 )

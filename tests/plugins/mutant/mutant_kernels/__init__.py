@@ -14,6 +14,8 @@ _ROLES = {
     "activation.silu_and_mul": ("x",),
     "cache.write": ("x", "kv"),
     "attention.paged": ("x", "kv"),
+    "attention.sparse_paged": ("x", "kv"),
+    "attention.index_topk": (),
     "moe.experts": ("x", "weight"),
     "sampling.block_sumexp": ("logits",),
     "sampling.logprobs": ("logits",),
@@ -22,6 +24,8 @@ _ROLES = {
 _TRAITS: Mapping[str, Mapping[str, set[str | int]]] = {
     "cache.write": {"kv_layout": {"nhd"}},
     "attention.paged": {"kv_layout": {"nhd"}},
+    "sampling.sample": {"stream": {"per-request"}},
+    "attention.sparse_paged": {"slot_order": {"sorted"}},
     "moe.experts": {"combine_order": {"slot"}},
 }
 _PREPARE = {
@@ -64,6 +68,8 @@ MUTANTS = {
     "experts.in_expert_order": ("moe.experts", "experts:in_expert_order"),
     "experts.capacity": ("moe.experts", "experts:capacity"),
     "experts.forgets_identity": ("moe.experts", "experts:forgets_identity"),
+    "topk.last_of_equals": ("attention.index_topk", "sparse:last_of_equals"),
+    "sparse.by_slot": ("attention.sparse_paged", "sparse:by_slot"),
     "sumexp.whole_row": ("sampling.block_sumexp", "sampling:whole_row"),
     "logprobs.ignores_temperature": ("sampling.logprobs", "sampling:ignores_temperature"),
     "sample.noise_by_row": ("sampling.sample", "sampling:noise_by_row"),

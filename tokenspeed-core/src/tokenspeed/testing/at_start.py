@@ -16,16 +16,15 @@ from tokenspeed.kernels.spec import KernelSpec, Need
 from tokenspeed.machine import Machine
 from tokenspeed.numerics.plan import Plan
 from tokenspeed.testing.checks import first_fault
-from tokenspeed.testing.checks.declared import FACT_AXES
 from tokenspeed.testing.names import KIT_VERSION, applies
 from tokenspeed.testing.subject import load_peers, load_subject
-from tokenspeed.testing.trial import Fault, Trial, Workload
+from tokenspeed.testing.trial import FACT_AXES, Fault, Trial, Workload
 
 CHECKS_AT_START = ("order", "initialised", "batch", "layout", "history", "threads")
 
 BATCH_SIZES_AT_START = (2, 9, 33)
 
-LARGEST = {"E": 8, "F": 128, "G": 4, "H": 4096, "K": 4096, "N": 64, "Hq": 16}
+LARGEST = {"E": 8, "F": 128, "G": 4, "H": 4096, "K": 4096, "N": 64, "Hi": 20, "Hq": 16, "k": 40}
 """Bounds on the sizes of a model, so that a start stays short; what counts is the inner size of a sum."""
 
 _passed: set[tuple[object, ...]] = set()

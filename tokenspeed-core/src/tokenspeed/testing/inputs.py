@@ -71,11 +71,13 @@ SHAPES: Mapping[str, Sequence[Mapping[str, int]]] = {
     "gemm.batched": ({"G": 2, "K": 5, "N": 3}, {"G": 3, "K": 129, "N": 40}),
     "norm.rms": ({"H": 7}, {"H": 384}, {"heads": 3, "D": 34}),
     "norm.add_rms": ({"H": 7}, {"H": 384}),
+    "norm.layer": ({"H": 7}, {"H": 384}),
     "rope.apply": (
         {"Hq": 2, "Hkv": 1, "D": 8, "R": 8, "positions": 40},
         {"Hq": 3, "Hkv": 2, "D": 64, "R": 48, "positions": 600},
     ),
     "activation.silu_and_mul": ({"F": 3}, {"F": 197}),
+    "attention.index_topk": ({"L": 16, "k": 3}, {"L": 320, "k": 40}),
     "moe.route": ({"E": 4, "k": 2}, {"E": 32, "k": 5}),
     "moe.experts": ({"E": 3, "F": 4, "H": 6, "k": 2}, {"E": 5, "F": 33, "H": 72, "k": 3}),
     "sampling.block_sumexp": ({"V": 7, "block": 4}, {"V": 331, "block": 128}),
@@ -87,6 +89,7 @@ SHAPES: Mapping[str, Sequence[Mapping[str, int]]] = {
 SCALARS: Mapping[str, Sequence[Mapping[str, Any]]] = {
     "norm.rms": ({"eps": 1e-6},),
     "norm.add_rms": ({"eps": 1e-6},),
+    "norm.layer": ({"eps": 1e-6},),
     "rope.apply": ({"interleaved": False}, {"interleaved": True}),
     "moe.route": tuple(
         {"scoring": scoring, "form": form, "normalise": normalise, "scale": scale, "groups": groups, "top_groups": kept}
@@ -100,7 +103,11 @@ SCALARS: Mapping[str, Sequence[Mapping[str, Any]]] = {
     "sampling.logprobs": ({"order": "torch"}, {"order": "megatron"}),
 }
 
-SCALAR_TRAITS = {"moe.route": ("form", "form"), "moe.experts": ("order", "combine_order")}
+SCALAR_TRAITS = {
+    "attention.sparse_paged": ("order", "slot_order"),
+    "moe.route": ("form", "form"),
+    "moe.experts": ("order", "combine_order"),
+}
 """A scalar that a kernel may restrict by a trait: (role, trait). A kernel is only called with what it declares."""
 
 DEFAULT_SIZES = {"K": 77, "N": 33, "H": 96, "F": 65, "D": 32, "V": 131, "G": 3, "Hq": 4, "Hkv": 2, "heads": 3, "M": 2}
@@ -192,6 +199,15 @@ def _some_negative(maker: Maker) -> torch.Tensor:
     return ids
 
 
+def _scores_with_ties(maker: Maker) -> torch.Tensor:
+    """Multiples of a half, so that many are equal; in some rows numbers that are no numbers."""
+    scores = (characterise(maker.normal(), maker.recipe.character, _SCALE) * 2).round() / 2
+    scores[::4] = maker.normal()[::4]
+    for row, value in ((1, -0.0), (2, torch.nan), (3, -torch.inf)):
+        scores[row::4, ::3] = value
+    return scores
+
+
 def _angles(maker: Maker) -> torch.Tensor:
     rows, rotary = maker.shape
     half = rotary // 2
@@ -205,6 +221,8 @@ VALUES: Mapping[tuple[str, str], Callable[[Maker], torch.Tensor]] = {
     ("rope.apply", "cos_sin"): _angles,
     ("sampling.block_sumexp", "row_max"): _row_max,
     ("sampling.logprobs", "ids"): _some_negative,
+    ("attention.index_topk", "scores"): _scores_with_ties,
+    ("attention.index_topk", "positions"): lambda maker: maker.integers(0, maker.recipe.sizes["L"]),
     ("moe.route", "bias"): lambda maker: maker.normal() * 0.1,
     ("moe.experts", "ids"): lambda maker: maker.integers(0, maker.recipe.sizes["E"] + 1).to(torch.int32),
     ("moe.experts", "weights"): lambda maker: torch.rand(maker.shape, generator=maker.generator),
@@ -217,7 +235,7 @@ VALUES: Mapping[tuple[str, str], Callable[[Maker], torch.Tensor]] = {
 }
 """How arguments of a fixed dtype are filled, by operator and role; the empty operator is any."""
 
-_AROUND_ONE = ("norm.rms", "norm.add_rms")
+_AROUND_ONE = ("norm.rms", "norm.add_rms", "norm.layer")
 """Operators whose weight is a scale, in 0.5 to 1.5."""
 
 

@@ -42,12 +42,15 @@ FAMILIES = {
     "attention.paged": _KV,
     "cache.write": _KV,
     "attention.mla_paged": _LATENT,
+    "attention.index_scores": _LATENT,
+    "attention.sparse_paged": _LATENT,
     "cache.write_latent": _LATENT,
 }
 
 
 class PagedCase:
-    """Sequences with a cache. Sizes: Hq, Hkv, D or Hq, C, R; scalars: window, lengths."""
+    """Sequences with a cache. Sizes: Hq, Hkv, D, or of compressed entries Hq or Hi, C, R, k; scalars: window, lengths,
+    order."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
@@ -60,7 +63,8 @@ class PagedCase:
         self.starts = [sum(self.lengths[:s]) for s in range(len(self.lengths))]
         generator = generator_of(recipe)
         entry = (self.kv_heads, self.width) if self.family is _KV else (self.width,)
-        shapes = {"q": (sizes["Hq"], self.width), **dict.fromkeys(self.family.written, entry)}
+        heads = sizes["Hi"] if "Hi" in sizes else sizes["Hq"]
+        shapes = {"q": (heads, self.width), **dict.fromkeys(self.family.written, entry)}
         self.rows: dict[str, torch.Tensor] = {}
         for role, shape in shapes.items():
             values = torch.randn((len(self.tokens), *shape), generator=generator)
@@ -75,6 +79,11 @@ class PagedCase:
                     cancel_pairs(values, 0, generator)
             values[self.starts[-1] :] *= LOUD
             self.rows[role] = values.to(getattr(torch, recipe.dtypes["x" if role == "q" else "kv"]))
+        if "Hi" in sizes:
+            # Of both signs, and yet no sum that is small beside its terms.
+            self.rows["weights"] = torch.rand(len(self.tokens), heads, generator=generator) - 0.2
+        # Of each query the positions selected for it, in no order.
+        self.selected = [torch.randperm(p + 1, generator=generator)[: sizes.get("k", 0)] for _, p in self.tokens]
 
     def _steps(self, values: torch.Tensor) -> torch.Tensor:
         half = torch.tensor([p < self.lengths[s] // 2 for s, p in self.tokens])
@@ -143,10 +152,15 @@ class PagedCase:
         starts = [0]
         for _, first, end in chunks:
             starts.append(starts[-1] + end - first)
-        q = self.rows["q"][torch.tensor(units, dtype=torch.int64)]
+        index = torch.tensor(units, dtype=torch.int64)
+        q, indices = self.rows["q"][index], self._indices(units, side.pages)
+        weights = self.rows["weights"][index] if "weights" in self.rows else torch.empty(len(units), 0)
         if side.padding:
             # As the engine pads a decode step: rows of no sequence, and sequences of no row and no context.
-            q = torch.cat((q, torch.full((side.padding, *q.shape[1:]), torch.nan, dtype=q.dtype)))
+            q, weights, indices = (
+                torch.cat((rows, torch.full((side.padding, *rows.shape[1:]), filler, dtype=rows.dtype)))
+                for rows, filler in ((q, torch.nan), (weights, torch.nan), (indices, _GARBAGE_PAGE))
+            )
             starts += [starts[-1]] * side.padding
             chunks += [(0, 0, 0)] * side.padding
             filled += [[_GARBAGE_PAGE] * width] * side.padding
@@ -163,7 +177,20 @@ class PagedCase:
             "scale": self.width**-0.5,
             "window": self.recipe.scalars.get("window", 0),
             "latent_dim": self.recipe.sizes.get("R", 0),
+            "weights": place(weights.to(device), side.layout).view,
+            "indices": place(indices.to(device), side.layout).view,
+            "order": self.recipe.scalars.get("order"),
         }
+
+    def _indices(self, units: Sequence[int], seed: int) -> torch.Tensor:
+        """Selected positions int32[n,k]. Another seed gives another order, where the order must not matter."""
+        indices = torch.full((len(units), self.recipe.sizes.get("k", 0)), -1, dtype=torch.int32)
+        for row, unit in zip(indices, units, strict=True):
+            chosen = self.selected[unit]
+            if seed and self.recipe.scalars.get("order") == "sorted":
+                chosen = chosen[torch.randperm(len(chosen), generator=torch.Generator().manual_seed(seed))]
+            row[: len(chosen)] = chosen
+        return indices
 
     def _chunks(self, units: Sequence[int]) -> list[tuple[int, int, int]]:
         """(sequence, first position, position after the last) of each run of tokens that follow each other."""
@@ -189,8 +216,15 @@ class AttentionCase(PagedCase):
             for units in side.calls:
                 (out,) = subject.call(self.attention_arguments(units, side, caches))
                 for at, unit in enumerate(units):
-                    results[unit] = (out[at].to("cpu"),)
+                    results[unit] = self._result(out[at].to("cpu"), unit)
         return results
+
+    def _result(self, row: torch.Tensor, unit: int) -> tuple[torch.Tensor, ...]:
+        """A row; of scores those that the query sees, and whether the others are -infinity, however many there are."""
+        if self.recipe.operator != "attention.index_scores":
+            return (row,)
+        seen = self.tokens[unit][1] + 1
+        return row[:seen], (row[seen:] == -torch.inf).all()
 
     def arguments(self, subject: Subject, side: Side) -> dict[str, Any]:
         """The arguments of the first call."""

@@ -21,6 +21,8 @@ PARTNERS = {
     "attention.paged": "cache.write",
     "cache.write": "attention.paged",
     "attention.mla_paged": "cache.write_latent",
+    "attention.index_scores": "cache.write_latent",
+    "attention.sparse_paged": "cache.write_latent",
     "cache.write_latent": "attention.mla_paged",
 }
 """Operators over the KV cache: who writes what whom reads. Neither can be judged without the other."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from tokenspeed.kernels.operators import OPERATORS
 from tokenspeed.kernels.spec import BATCH_INVARIANT, KernelSpec
 from tokenspeed.testing.cases import Case, Results, RowCase, Side, each_alone
 from tokenspeed.testing.compare import first_difference
@@ -23,6 +24,24 @@ FEW = 2 * SUBJECTS
 
 BATCH_SIZES = (2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 128, 129, 257, 300)
 """Rows in a call: around the sizes at which kernels were seen to change their tiles."""
+
+
+FACT_AXES = {
+    "experts": "E",
+    "groups": "G",
+    "head_dim": "D",
+    "heads": "Hq",
+    "hidden": "H",
+    "index_heads": "Hi",
+    "intermediate": "F",
+    "k": "K",
+    "latent_dim": "R",
+    "n": "N",
+    "rotary_dim": "R",
+    "top_k": "k",
+    "width": "C",
+}
+"""The axis that a shape fact of a need speaks of."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +71,7 @@ class Workload:
         """The recipes to try, small to large."""
         make = paged_recipes if subject.is_paged else recipes
         found = make(subject.spec.operator, subject.dtypes, characters=characters, few=self.few)
-        declared = (recipe for recipe in found if _is_declared(recipe, subject.spec))
+        declared = (declared_sizes(recipe, subject.spec) for recipe in found if _is_declared(recipe, subject.spec))
         if self.shapes:
             first = next(declared)
             yield from (replace(first, sizes={**first.sizes, **sizes}) for sizes in self.shapes)
@@ -65,19 +84,47 @@ def _is_declared(recipe: Recipe, spec: KernelSpec) -> bool:
     return trait not in spec.traits or recipe.scalars[role] in spec.traits[trait]
 
 
+_KV_SHAPES: Sequence[Mapping[str, int]] = ({"Hq": 2, "Hkv": 1, "D": 16}, {"Hq": 6, "Hkv": 2, "D": 64})
+_LATENT_SHAPES: Sequence[Mapping[str, int]] = ({"Hq": 2, "C": 24, "R": 16}, {"Hq": 5, "C": 96, "R": 64})
+_PAGED_SHAPES: Mapping[str, Sequence[Mapping[str, int]]] = {
+    "attention.index_scores": ({"Hi": 2, "C": 24}, {"Hi": 19, "C": 96}),
+    "attention.sparse_paged": ({"Hq": 2, "C": 24, "R": 16, "k": 3}, {"Hq": 5, "C": 96, "R": 64, "k": 18}),
+}
+_PAGED_SCALARS: Mapping[str, Sequence[Mapping[str, Any]]] = {
+    "attention.paged": ({"window": 0}, {"window": 7}),
+    "attention.sparse_paged": ({"order": "sorted"}, {"order": "selection"}),
+}
+
+
+def declared_sizes(recipe: Recipe, spec: KernelSpec) -> Recipe:
+    """The recipe with every size that the kernel does not declare moved to the nearest one that it does."""
+    sizes = recipe.sizes
+    for fact in OPERATORS[spec.operator].facts:
+        declared = sorted(value for value in spec.traits.get(fact, ()) if isinstance(value, int))
+        axis = FACT_AXES.get(fact, "")
+        now = sizes["Hq"] // sizes["Hkv"] if fact == "group_size" else sizes.get(axis)
+        if declared and now is not None and now not in declared:
+            sizes = with_fact(sizes, fact, min(declared, key=lambda value: abs(value - now)))
+    return recipe if sizes is recipe.sizes else replace(recipe, sizes=sizes)
+
+
+def with_fact(sizes: Mapping[str, int], fact: str, value: int) -> Mapping[str, int]:
+    """Sizes of which a shape fact has this value."""
+    if fact == "group_size":
+        return {**sizes, "Hq": value * sizes["Hkv"]}
+    return {**sizes, FACT_AXES[fact]: value}
+
+
 def paged_recipes(
     operator: str, dtypes: Mapping[str, str], *, characters: Sequence[str] = CHARACTERS, few: bool = False
 ) -> Iterator[Recipe]:
     """The recipes of the operators over the KV cache."""
-    if FAMILIES[operator].caches == ("cache",):
-        sizes: tuple[dict[str, int], ...] = ({"Hq": 2, "C": 24, "R": 16}, {"Hq": 5, "C": 96, "R": 64})
-    else:
-        sizes = ({"Hq": 2, "Hkv": 1, "D": 16}, {"Hq": 6, "Hkv": 2, "D": 64})
+    sizes = _PAGED_SHAPES.get(operator, _LATENT_SHAPES if FAMILIES[operator].caches == ("cache",) else _KV_SHAPES)
     attends = operator.startswith("attention.")
-    windows: tuple[dict[str, Any], ...] = ({"window": 0}, {"window": 7}) if operator == "attention.paged" else ({},)
+    windows = _PAGED_SCALARS.get(operator, ({},))
     for size in sizes[-1:] if few else sizes:
         for scalars in windows[:1] if few else windows:
-            # Writing and windows know nothing of values.
+            # Writing, windows and orders know nothing of values.
             for character in characters[:1] if few or scalars != windows[0] or not attends else characters:
                 yield Recipe(operator, size, dtypes, character, scalars)
 

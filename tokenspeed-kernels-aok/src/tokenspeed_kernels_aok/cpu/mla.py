@@ -22,7 +22,7 @@ def write_latent(latent: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor)
     Raises TypeError unless both have one dtype, bf16 or fp32; ValueError for shapes that do not fit, or a slot beyond
     the cache (the others are written).
     """
-    _, pages, width = _check_cache(cache)
+    _, pages, width = check_cache(cache)
     same_dtype("latent", latent, cache.dtype)
     same_dtype("slots", slots, torch.int64)
     tokens = slots.shape[0]
@@ -54,19 +54,11 @@ def mla(
 
     [T,Hq,R], contiguous. The rest is as in `attention.paged`, and so are the errors.
     """
-    code, pages, width = _check_cache(cache)
-    same_dtype("q", q, cache.dtype)
-    for what, tensor in (("query_starts", query_starts), ("context_lens", context_lens), ("page_tables", page_tables)):
-        same_dtype(what, tensor, torch.int32)
+    code, pages, width = check_cache(cache)
     tokens, heads, _ = q.shape
-    sequences = context_lens.shape[0]
-    if q.shape[2] != width or not 0 < latent_dim <= width:
-        raise ValueError(f"q is {list(q.shape)}, the cache {list(cache.shape)}, the latent part {latent_dim}")
-    if query_starts.shape != (sequences + 1,) or page_tables.dim() != 2 or page_tables.shape[0] != sequences:
-        raise ValueError(
-            f"query_starts is {list(query_starts.shape)}, page_tables {list(page_tables.shape)}; "
-            f"expected {[sequences + 1]} and {[sequences, 'W']} for {sequences} context_lens"
-        )
+    sequences = check_sequences(q, cache, query_starts, context_lens, page_tables)
+    if not 0 < latent_dim <= width:
+        raise ValueError(f"the cache is {list(cache.shape)}, the latent part {latent_dim}")
     q = unit_stride(q)
     query_starts, context_lens = query_starts.contiguous(), context_lens.contiguous()
     page_tables = unit_stride(page_tables)
@@ -82,14 +74,43 @@ def mla(
             )
         )  # fmt: skip
     if invalid.value:
-        raise ValueError(
-            f"query_starts {query_starts.tolist()}, context_lens {context_lens.tolist()} and page_tables "
-            f"{list(page_tables.shape)} of {pages} pages do not fit together, or not {tokens} queries"
-        )
+        raise misfit(query_starts, context_lens, page_tables, pages, tokens)
     return out
 
 
-def _check_cache(cache: torch.Tensor) -> tuple[int, int, int]:
+def check_sequences(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    query_starts: torch.Tensor,
+    context_lens: torch.Tensor,
+    page_tables: torch.Tensor,
+) -> int:
+    """How many sequences there are. Raises TypeError and ValueError where dtypes or shapes do not fit."""
+    same_dtype("q", q, cache.dtype)
+    for what, tensor in (("query_starts", query_starts), ("context_lens", context_lens), ("page_tables", page_tables)):
+        same_dtype(what, tensor, torch.int32)
+    sequences = context_lens.shape[0]
+    if q.dim() != 3 or q.shape[2] != cache.shape[3]:
+        raise ValueError(f"q is {list(q.shape)}, the cache {list(cache.shape)}")
+    if query_starts.shape != (sequences + 1,) or page_tables.dim() != 2 or page_tables.shape[0] != sequences:
+        raise ValueError(
+            f"query_starts is {list(query_starts.shape)}, page_tables {list(page_tables.shape)}; "
+            f"expected {[sequences + 1]} and {[sequences, 'W']} for {sequences} context_lens"
+        )
+    return sequences
+
+
+def misfit(
+    query_starts: torch.Tensor, context_lens: torch.Tensor, page_tables: torch.Tensor, pages: int, tokens: int
+) -> ValueError:
+    """What the native code found: lengths, pages and queries that contradict each other."""
+    return ValueError(
+        f"query_starts {query_starts.tolist()}, context_lens {context_lens.tolist()} and page_tables "
+        f"{list(page_tables.shape)} of {pages} pages do not fit together, or not {tokens} queries"
+    )
+
+
+def check_cache(cache: torch.Tensor) -> tuple[int, int, int]:
     """dtype code, pages and width of a cache [P,16,1,C], each page contiguous."""
     code = float_code("cache", cache)
     pages, slots, heads, width = cache.shape

@@ -1,4 +1,4 @@
-"""Row operators: norms, rotary embedding and SiLU (rules 3, 4 and 5 of the bit order, docs/design/bits.md)."""
+"""Row operators: norms, rotary embedding and SiLU (rules 2 to 4 and 15 of the bit order, docs/design/bits.md)."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from tokenspeed_kernels_aok.cpu.library import KernelCall
 from tokenspeed_kernels_aok.cpu.selfcheck import checked, pattern
 
 _NORM = struct.Struct("12qdq")
+_LAYER_NORM = struct.Struct("7qd2q")
 _ROPE = struct.Struct("20q")
 _SILU = struct.Struct("7q")
 
@@ -65,6 +66,25 @@ def add_rms_norm(
             )
         )  # fmt: skip
     return out, total
+
+
+def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
+    """(x - mean) / standard deviation of x [T,H], times weight [H], plus bias [H]; one rounding, contiguous.
+
+    Raises TypeError unless all have one dtype, bf16 or fp32; ValueError for shapes that do not fit.
+    """
+    code = float_code("x", x)
+    x = unit_stride(x)
+    rows, h = x.shape
+    addresses = [vector_address(what, vector, h, x.dtype) for what, vector in (("weight", weight), ("bias", bias))]
+    out = x.new_empty(rows, h)
+    if rows and h:
+        _layer_norm(
+            _LAYER_NORM.pack(
+                x.data_ptr(), *addresses, out.data_ptr(), rows, h, x.stride(0), eps, code, torch.get_num_threads()
+            )
+        )
+    return out
 
 
 def rope(
@@ -146,6 +166,21 @@ def _check_norm(call: KernelCall) -> tuple[torch.Tensor, ...]:
     return tuple(outputs)
 
 
+def _check_layer_norm(call: KernelCall) -> tuple[torch.Tensor, ...]:
+    outputs = []
+    for dtype, code in DTYPE_CODES.items():
+        x, weight, bias = (pattern(2, _CHECKED_WIDTH, dtype=dtype, salt=salt) for salt in (0, 3, 5))
+        out = torch.zeros_like(x)
+        call(
+            _LAYER_NORM.pack(
+                x.data_ptr(), weight.data_ptr(), bias.data_ptr(), out.data_ptr(),
+                2, _CHECKED_WIDTH, _CHECKED_WIDTH, 1e-6, code, 1,
+            )
+        )  # fmt: skip
+        outputs.append(out)
+    return tuple(outputs)
+
+
 def _check_rope(call: KernelCall) -> tuple[torch.Tensor, ...]:
     outputs = []
     heads, d, rotary = 3, 44, 38
@@ -176,5 +211,6 @@ def _check_silu(call: KernelCall) -> tuple[torch.Tensor, ...]:
 
 
 _rms_norm = checked("rms_norm", _NORM, _check_norm)
+_layer_norm = checked("layer_norm", _LAYER_NORM, _check_layer_norm)
 _rope = checked("rope", _ROPE, _check_rope)
 _silu_and_mul = checked("silu_and_mul", _SILU, _check_silu)

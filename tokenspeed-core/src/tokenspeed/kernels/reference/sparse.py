@@ -35,8 +35,8 @@ def index_topk(scores: torch.Tensor, positions: torch.Tensor, top_k: int) -> tor
     """int32[T,k]: the positions of the k largest of scores [T,L] up to each row's position, best first, then -1."""
     rows, columns = scores.shape
     at = torch.arange(columns, device=scores.device)
-    # A NaN is worse than every number; what a query does not see is worse still, because it comes later.
-    seen = scores.where(~scores.isnan(), -torch.inf).where(at <= positions.unsqueeze(-1), -torch.inf)
+    # What a query does not see comes behind what it sees, even where that is -infinity.
+    seen = scores.where(at <= positions.unsqueeze(-1), -torch.inf)
     order = torch.sort(seen, dim=-1, descending=True, stable=True).indices[:, :top_k]
     indices = torch.full((rows, top_k), -1, dtype=torch.int32, device=scores.device)
     indices[:, : order.shape[1]] = order.where(order <= positions.unsqueeze(-1), -1)

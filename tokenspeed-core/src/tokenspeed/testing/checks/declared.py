@@ -10,27 +10,12 @@ import torch
 from tokenspeed.testing.cases import one_call
 from tokenspeed.testing.checks.values import agrees
 from tokenspeed.testing.compare import error, first_difference, spell_difference
+from tokenspeed.testing.inputs import CHARACTERS
 from tokenspeed.testing.memory import as_bytes
 from tokenspeed.testing.paged import WriteCase
 from tokenspeed.testing.probes import order_probes
 from tokenspeed.testing.subject import reference_subject
-from tokenspeed.testing.trial import Fault, Trial, make_case
-
-FACT_AXES = {
-    "experts": "E",
-    "groups": "G",
-    "head_dim": "D",
-    "heads": "Hq",
-    "hidden": "H",
-    "intermediate": "F",
-    "k": "K",
-    "latent_dim": "R",
-    "n": "N",
-    "rotary_dim": "R",
-    "top_k": "k",
-    "width": "C",
-}
-"""The axis that a shape fact of a need speaks of."""
+from tokenspeed.testing.trial import Fault, Trial, make_case, with_fact
 
 _REFUSALS = (TypeError, ValueError, RuntimeError, NotImplementedError, IndexError, AssertionError)
 
@@ -41,12 +26,8 @@ def traits(trial: Trial) -> Iterator[Fault]:
     for fact in trial.subject.operator.facts:
         values = sorted(value for value in spec.traits.get(fact, ()) if isinstance(value, int))
         for size in dict.fromkeys((*values[:1], *values[-1:])):
-            recipe = next(trial.work.recipes(trial.subject))
-            if fact == "group_size":
-                sizes = {**recipe.sizes, "Hq": size * recipe.sizes["Hkv"]}
-            else:
-                sizes = {**recipe.sizes, FACT_AXES[fact]: size}
-            case = make_case(replace(recipe, sizes=sizes))
+            recipe = next(trial.recipes(CHARACTERS))
+            case = make_case(replace(recipe, sizes=with_fact(recipe.sizes, fact, size)))
             for fault in agrees(trial, case, one_call(case.subjects)):
                 yield replace(fault, summary=f"declares {fact}={size}: {fault.summary}")
     for name, values_of in spec.traits.items():

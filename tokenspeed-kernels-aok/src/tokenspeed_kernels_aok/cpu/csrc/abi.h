@@ -221,23 +221,87 @@ struct LatentAttentionArgs {
     int64_t threads;
 };
 
+// out = (x - mean) / deviation * weight + bias, over rows of width h.
+struct LayerNormArgs {
+    const void* x;
+    const void* weight;
+    const void* bias;
+    void* out;  // contiguous
+    int64_t rows, h;
+    int64_t row_stride;
+    double eps;
+    int64_t dtype;
+    int64_t threads;
+};
+
+// scores[t, p] = sum over heads of weights[t, h] * max(q[t, h, :] . cache[p] * scale, 0); -infinity where t does not see p.
+struct IndexScoresArgs {
+    const void* q;
+    const float* weights;
+    const void* cache;
+    const int32_t* query_starts;  // [sequences + 1]
+    const int32_t* context_lens;  // [sequences]
+    const int32_t* page_tables;   // [sequences, page_table_stride]
+    float* scores;                // contiguous [tokens, columns]
+    int64_t* invalid;             // set to 1 when lengths or pages do not fit; the output then means nothing
+    int64_t tokens, sequences, heads, width, pages, columns;  // width is even
+    int64_t q_token_stride, q_head_stride, weight_row_stride, page_stride;
+    int64_t page_table_stride, page_table_width;
+    double scale;
+    int64_t dtype;  // of q and the cache
+    int64_t threads;
+};
+
+// indices[t, :] = the top_k best of scores[t, 0..positions[t]], best first, then -1.
+struct IndexTopkArgs {
+    const float* scores;
+    const int64_t* positions;
+    int32_t* indices;  // contiguous [tokens, top_k]
+    int64_t tokens, columns, top_k;
+    int64_t row_stride;
+    int64_t threads;
+};
+
+// As LatentAttentionArgs, of each query over the positions indices[t, :] up to the first negative one.
+struct SparseAttentionArgs {
+    const void* q;
+    const void* cache;
+    const int32_t* indices;       // [tokens, selected]
+    const int32_t* query_starts;  // [sequences + 1]
+    const int32_t* context_lens;  // [sequences]
+    const int32_t* page_tables;   // [sequences, page_table_stride]
+    void* out;                    // contiguous [tokens, heads, latent]
+    int64_t* invalid;             // set to 1 when lengths, positions or pages do not fit; the output then means nothing
+    int64_t tokens, sequences, heads, width, latent, selected, pages;  // width is even
+    int64_t q_token_stride, q_head_stride, page_stride, index_row_stride;
+    int64_t page_table_stride, page_table_width;
+    int64_t sorted;  // 1: in ascending position, 0: in the order of the indices
+    double scale;
+    int64_t dtype;
+    int64_t threads;
+};
+
 // Every kernel: its name and its argument block. Add a line here and a definition in a source file; the rest follows.
-#define AOK_KERNELS(KERNEL)                \
-    KERNEL(gemm, GemmArgs)                 \
-    KERNEL(pack, PackArgs)                 \
-    KERNEL(embedding, EmbeddingArgs)       \
-    KERNEL(rms_norm, NormArgs)             \
-    KERNEL(rope, RopeArgs)                 \
-    KERNEL(silu_and_mul, SiluArgs)         \
-    KERNEL(cache_write, CacheWriteArgs)    \
-    KERNEL(attention, AttentionArgs)       \
-    KERNEL(block_sumexp, BlockSumExpArgs)  \
-    KERNEL(logprobs, LogprobsArgs)         \
-    KERNEL(sample, SampleArgs)             \
-    KERNEL(route, RouteArgs)               \
-    KERNEL(experts, ExpertsArgs)           \
-    KERNEL(latent_write, LatentWriteArgs)  \
-    KERNEL(latent_attention, LatentAttentionArgs)
+#define AOK_KERNELS(KERNEL)                       \
+    KERNEL(gemm, GemmArgs)                        \
+    KERNEL(pack, PackArgs)                        \
+    KERNEL(embedding, EmbeddingArgs)              \
+    KERNEL(rms_norm, NormArgs)                    \
+    KERNEL(rope, RopeArgs)                        \
+    KERNEL(silu_and_mul, SiluArgs)                \
+    KERNEL(cache_write, CacheWriteArgs)           \
+    KERNEL(attention, AttentionArgs)              \
+    KERNEL(block_sumexp, BlockSumExpArgs)         \
+    KERNEL(logprobs, LogprobsArgs)                \
+    KERNEL(sample, SampleArgs)                    \
+    KERNEL(route, RouteArgs)                      \
+    KERNEL(experts, ExpertsArgs)                  \
+    KERNEL(latent_write, LatentWriteArgs)         \
+    KERNEL(latent_attention, LatentAttentionArgs) \
+    KERNEL(layer_norm, LayerNormArgs)             \
+    KERNEL(index_scores, IndexScoresArgs)         \
+    KERNEL(index_topk, IndexTopkArgs)             \
+    KERNEL(sparse_attention, SparseAttentionArgs)
 
 struct KernelTable {
 #define AOK_FIELD(name, Args) void (*name)(const Args*);

@@ -1,4 +1,4 @@
-// Row operators: rms_norm and add_rms, rope, silu_and_mul, embedding. One row's bits depend on that row alone.
+// Row operators: rms_norm and add_rms, layer_norm, rope, silu_and_mul, embedding. One row's bits depend on that row alone.
 #include "kernels.h"
 #include "math.h"
 #include "panels.h"
@@ -97,6 +97,37 @@ void add_rms_rows(const NormArgs& a) {
             const Vec s = add_at(i, n);
             store_rounded(sum + row * a.h + i, s, n);
             store_rounded(out + row * a.h + i, mul(round_to<T>(mul(s, factor)), load_as_float(weight + i, n)), n);
+        }
+    });
+}
+
+// (x - mean) * r * weight + bias: means in 64 virtual lanes as above, one rounding at the end.
+template <class T>
+void layer_norm_rows(const LayerNormArgs& a) {
+    const T* weight = static_cast<const T*>(a.weight);
+    const T* bias = static_cast<const T*>(a.bias);
+    const float eps = static_cast<float>(a.eps);
+    const Vec width = set1(static_cast<float>(a.h));
+    parallel_for(a.rows, threads_for(a.rows * a.h, 1 << 13, a.threads), [&](int64_t row) {
+        const T* x = static_cast<const T*>(a.x) + row * a.row_stride;
+        T* out = static_cast<T*>(a.out) + row * a.h;
+        Vec lanes[4] = {zero(), zero(), zero(), zero()};
+        for (int64_t i = 0; i < a.h; i += 16) {
+            lanes[i / 16 % 4] = add(lanes[i / 16 % 4], load_as_float(x + i, a.h - i < 16 ? a.h - i : 16));
+        }
+        const Vec mean = div(set1(fold(add(add(lanes[0], lanes[2]), add(lanes[1], lanes[3])))), width);
+        for (Vec& lane : lanes) lane = zero();
+        for (int64_t i = 0; i < a.h; i += 16) {
+            const int64_t n = a.h - i < 16 ? a.h - i : 16;
+            const Vec centred = select(first_lanes(n), sub(load_as_float(x + i, n), mean), zero());
+            lanes[i / 16 % 4] = fma(centred, centred, lanes[i / 16 % 4]);
+        }
+        const float squares = fold(add(add(lanes[0], lanes[2]), add(lanes[1], lanes[3])));
+        const Vec factor = set1(inverse_rms(squares, a.h, eps));
+        for (int64_t i = 0; i < a.h; i += 16) {
+            const int64_t n = a.h - i < 16 ? a.h - i : 16;
+            const Vec normal = mul(sub(load_as_float(x + i, n), mean), factor);
+            store_rounded(out + i, fma(normal, load_as_float(weight + i, n), load_as_float(bias + i, n)), n);
         }
     });
 }
@@ -215,6 +246,10 @@ void rms_norm(const NormArgs* a) {
     } else {
         a->dtype == kBFloat16 ? rms_norm_rows<uint16_t>(*a) : rms_norm_rows<float>(*a);
     }
+}
+
+void layer_norm(const LayerNormArgs* a) {
+    a->dtype == kBFloat16 ? layer_norm_rows<uint16_t>(*a) : layer_norm_rows<float>(*a);
 }
 
 void rope(const RopeArgs* a) { a->dtype == kBFloat16 ? rope_tokens<uint16_t>(*a) : rope_tokens<float>(*a); }
