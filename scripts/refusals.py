@@ -127,6 +127,13 @@ CASES = (
         kinds=("missing-kernel moe.experts",),
     ),
     Case(
+        "Experts are split over ranks",
+        "A mixture of experts and `--tensor-parallel-size 2`.",
+        options={"tensor_parallel_size": 2},
+        model=MOE,
+        kinds=("parallel",),
+    ),
+    Case(
         "The model is not verified for the envelope",
         "`--numerics rl-bitwise` with a model whose profile does not list it.",
         model={"architectures": ["AcmeForCausalLM"]},

@@ -110,6 +110,22 @@ def test_another_backend_that_declares_less_is_a_conflict(folder: Any) -> None:
     assert "--moe-backend aok" in problem.summary
 
 
+@pytest.mark.parametrize("options", [{"numerics": "rl-bitwise"}, {"moe_combine_order": "slot"}])
+def test_experts_that_are_split_over_ranks_are_refused_under_slot_order(folder: Any, options: dict[str, Any]) -> None:
+    found = look(folder, base=("tokenspeed-kernels-aok",), tensor_parallel_size=2, **options)
+    (problem,) = found.problems
+    text = problem.render()
+    assert "--tensor-parallel-size 2 was given, and a mixture of experts" in text
+    assert "--moe-combine-order slot" in text
+    assert "a second fold" in text
+    assert look(folder, base=("tokenspeed-kernels-aok",), tensor_parallel_size=1, **options).problems == ()
+
+
+def test_several_ranks_are_refused_in_any_order(folder: Any) -> None:
+    (problem,) = look(folder, tensor_parallel_size=4, moe_combine_order="rank").problems
+    assert "--tensor-parallel-size 4 was given; every layer is computed in one process" in problem.render()
+
+
 def test_a_router_that_knows_only_the_short_form_is_refused_for_the_other(folder: Any) -> None:
     folder.install(
         "short-router",

@@ -84,6 +84,9 @@ class EngineConfig:
         None, "integer", MACHINE, "CPU threads for kernels; all that this process may use if not given.", minimum=1
     )
 
+    tensor_parallel_size: int = _option(
+        1, "integer", MACHINE, "Processes that share every layer. One is what there is; more are refused.", minimum=1
+    )
     decode_graphs: bool = _option(
         True, "boolean", MACHINE, "Record decode steps as CUDA graphs, which changes no bit. GPU only."
     )

@@ -160,6 +160,7 @@ def examine(config: EngineConfig, machine: Machine | None = None, *, weights: bo
         if built is not None:
             selection = select(built.context.needs(), registry, machine, _pins(config, numerics))
             problems += selection.problems
+            problems += _check_parallel_layout(config, built, numerics)
             sizes = _choose_sizes(config, machine, built, problems)
             recording = _plan_recording(config, machine, selection, sizes)
             _store_as_kernels_read(built.model, selection.choices)
@@ -377,6 +378,28 @@ def _gate(config: EngineConfig, profile: ModelProfile, numerics: ResolvedNumeric
                 f"before a profile may list {numerics.envelope}, `tokenspeed numerics verify --full` must pass for it",
             ),
             "use an envelope that is listed, or ask the model's author to verify it",
+        )
+
+
+def _check_parallel_layout(config: EngineConfig, built: Built, numerics: ResolvedNumerics) -> Iterator[Problem]:
+    """Every layer is computed in one process; a layout that would break a promise is refused for that reason."""
+    if config.tensor_parallel_size == 1:
+        return
+    given = f"--tensor-parallel-size {config.tensor_parallel_size} was given"
+    has_experts = any(need.operator == "moe.experts" for need in built.context.needs())
+    if has_experts and numerics.switches["moe_combine_order"] == "slot":
+        yield Problem(
+            "parallel",
+            f"{given}, and a mixture of experts is computed under --moe-combine-order slot",
+            (
+                "an expert whose inner size is split over ranks gives partial sums; adding them up is a second fold, "
+                "beside the one in slot order",
+            ),
+            "use --tensor-parallel-size 1",
+        )
+    else:
+        yield Problem(
+            "parallel", f"{given}; every layer is computed in one process", (), "use --tensor-parallel-size 1"
         )
 
 
