@@ -28,7 +28,7 @@ MUST_NAME = {
     "The kernel is in a plugin that cannot be imported": ["acme-broken 1.2.3", "No module named 'libacme_cuda'"],
     "The kernel is in a plugin that was switched off": ["tokenspeed-kernels-aok", "--plugins"],
     "Experts are not combined in slot order": ["moe.experts", "combine_order=slot", "combine_order=rank", "acme.moe"],
-    "Experts are split over ranks": [
+    "Experts are split over ranks": ["--tensor-parallel-size 2", "--moe-combine-order slot", "-size 1"],
         "--tensor-parallel-size 2",
         "--moe-combine-order slot",
         "use --tensor-parallel-size 1",

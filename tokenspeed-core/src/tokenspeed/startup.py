@@ -385,7 +385,7 @@ def _check_parallel_layout(config: EngineConfig, built: Built, numerics: Resolve
     """Every layer is computed in one process; a layout that would break a promise is refused for that reason."""
     if config.tensor_parallel_size == 1:
         return
-    given = f"--tensor-parallel-size {config.tensor_parallel_size} was given"
+    given, remedy = f"--tensor-parallel-size {config.tensor_parallel_size} was given", "use --tensor-parallel-size 1"
     has_experts = any(need.operator == "moe.experts" for need in built.context.needs())
     if has_experts and numerics.switches["moe_combine_order"] == "slot":
         yield Problem(
@@ -395,7 +395,7 @@ def _check_parallel_layout(config: EngineConfig, built: Built, numerics: Resolve
                 "an expert whose inner size is split over ranks gives partial sums; adding them up is a second fold, "
                 "beside the one in slot order",
             ),
-            "use --tensor-parallel-size 1",
+            remedy,
         )
     else:
         yield Problem(
