@@ -55,6 +55,15 @@ def triton_aot(session: nox.Session) -> None:
     session.run("python", "scripts/triton_aot.py", *session.posargs)
 
 
+@nox.session(name="triton-interpreted")
+def triton_interpreted(session: nox.Session) -> None:
+    """Every case of the Triton kernels in the interpreter at its larger size (several minutes)."""
+    install(session, *ALL, extras="[dev]")
+    environment = {"TRITON_INTERPRET": "1", "TRITON_CASES_THOROUGH": "1", "OMP_NUM_THREADS": "1"}
+    cases = [f"tests/numerics/triton_cases/{family}.py" for family in ("gemm", "rows", "attention", "sampling")]
+    session.run("pytest", *(session.posargs or cases), env=environment)
+
+
 @nox.session
 def lint(session: nox.Session) -> None:
     """Check style and formatting with ruff."""

@@ -13,7 +13,17 @@ from tokenspeed.kernels.reference import attention as reference
 from tokenspeed_kernels_aok.triton import attention
 from tokenspeed_kernels_aok.triton.launch import arch_of
 from tokenspeed_kernels_aok.triton.tiles import ATTENTION, AttentionTile, attention_tile
-from triton_cases.support import DEVICE, DTYPES, SIZES, architectures, assert_agrees, random, same_bits
+from triton_cases.support import (
+    DEVICE,
+    DTYPES,
+    SIZES,
+    THOROUGH,
+    architectures,
+    assert_agrees,
+    dirty_memory,
+    random,
+    same_bits,
+)
 
 
 @dataclasses.dataclass
@@ -131,7 +141,7 @@ def test_decode_is_prefill_and_chunks_are_the_whole(arch: str) -> None:
 
 
 def test_a_row_alone_is_the_row_in_a_batch() -> None:
-    lengths = [1 + 37 * b % 290 for b in range(33)]
+    lengths = [1 + 37 * b % 290 for b in range(33)] if THOROUGH else [270, 257, 256, *(1 + 2 * b for b in range(30))]
     call = make_call(lengths, [1] * len(lengths), heads=(2, 1, 16))
     batch = call.run()
     for size in SIZES[: SIZES.index(33)]:
@@ -140,6 +150,27 @@ def test_a_row_alone_is_the_row_in_a_batch() -> None:
     long_neighbour = make_call([*lengths[:3], 700], [1, 1, 1, 90], heads=(2, 1, 16))
     alone = long_neighbour.only({1: 1}).run()
     assert same_bits(alone, long_neighbour.run()[1:2])
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_rows_and_sequences_of_nobody_change_nothing_and_are_zero(whole: bool) -> None:
+    """A decode step in a bucket: fewer rows than it has, page tables wider than needed, workspaces with anything."""
+    call = make_call([300, 1, 40], [1, 1, 1], heads=(2, 1, 16))
+    width = call.page_tables.shape[1]
+    tables = torch.full((8, width + 9), 2**30, dtype=torch.int32, device=DEVICE)
+    tables[:3, :width] = call.page_tables
+    tables[3:] = 0
+    padded = dataclasses.replace(
+        call,
+        q=torch.cat([call.q, torch.full_like(call.q[:1], torch.nan).expand(5, -1, -1)]),
+        query_starts=torch.tensor([0, 1, 2, 3, 3, 3, 3, 3, 3], dtype=torch.int32, device=DEVICE),
+        context_lens=torch.cat([call.context_lens, call.context_lens.new_zeros(5)]),
+        page_tables=tables,
+    )
+    with dirty_memory():
+        out = padded.run(whole=whole)
+    assert same_bits(out[:3], call.run(whole=whole))
+    assert not out[3:].any()
 
 
 def test_a_tile_with_another_split_is_caught() -> None:

@@ -13,6 +13,7 @@ from oracle import sampling as oracle
 from tokenspeed_kernels_aok.triton import logprobs, noise, sample
 from triton_cases.support import (
     DEVICE,
+    THOROUGH,
     assert_rows_do_not_depend_on_the_batch,
     float_bits,
     random,
@@ -65,12 +66,15 @@ def test_logprobs_have_the_bits_of_the_oracle(dtype: torch.dtype, order: str, bl
     temperature = torch.tensor([0.0, 1.0, 0.7], device=DEVICE)
     ids = torch.tensor([[0, 4199, 17], [5, 5, 4100], [1, 2, 3]], device=DEVICE)
     out = logprobs.logprobs(logits, ids, temperature, order, block)
-    sums = logprobs.block_sumexp(logits, torch.full((3,), 20.0, device=DEVICE), temperature, block)
+    sums = None
+    if order == "megatron":
+        sums = logprobs.block_sumexp(logits, torch.full((3,), 20.0, device=DEVICE), temperature, block)
     for row in range(3):
         wide, heat = logits[row].float().cpu().numpy(), float(temperature[row])
         expected = oracle.logprobs(wide, ids[row].tolist(), heat, order, block)
         assert np.array_equal(float_bits(out[row]), float_bits(expected))
-        assert np.array_equal(float_bits(sums[row]), float_bits(oracle.block_sumexp(wide, 20.0, heat, block)))
+        if sums is not None:
+            assert np.array_equal(float_bits(sums[row]), float_bits(oracle.block_sumexp(wide, 20.0, heat, block)))
 
 
 def test_ids_outside_the_vocabulary_and_unknown_orders() -> None:
@@ -84,7 +88,8 @@ def test_ids_outside_the_vocabulary_and_unknown_orders() -> None:
 def test_logprob_rows_do_not_depend_on_the_batch() -> None:
     def run(rows: torch.Tensor) -> torch.Tensor:
         ids = torch.full((len(rows), 1), 7, device=DEVICE)
-        return logprobs.logprobs(rows, ids, torch.ones(len(rows), device=DEVICE), "megatron", 96)
+        block = 96 if THOROUGH else 32768
+        return logprobs.logprobs(rows, ids, torch.ones(len(rows), device=DEVICE), "megatron", block)
 
     assert_rows_do_not_depend_on_the_batch(run, random(16, 150, dtype=torch.bfloat16))
 
@@ -141,10 +146,10 @@ def test_a_sampled_row_does_not_depend_on_the_batch() -> None:
     columns = _columns(9)
     seeds, positions = torch.arange(9, device=DEVICE), torch.arange(9, device=DEVICE) + 9
     batch = sample.sample(logits, *columns, seeds, positions)
-    for size in (1, 2, 7):
+    for size in (1, 2, 7, 8) if THOROUGH else (1, 8):
         part = sample.sample(*(each[:size] for each in (logits, *columns, seeds, positions)))
         assert same_bits(part, batch[:size])
-    shifted = sample.sample(*(each[4:] for each in (logits, *columns, seeds, positions)))
-    assert same_bits(shifted, batch[4:])
-    other_seed = sample.sample(logits, *columns, seeds + 1, positions)
-    assert not same_bits(other_seed, batch)
+    shifted = sample.sample(*(each[6:] for each in (logits, *columns, seeds, positions)))
+    assert same_bits(shifted, batch[6:])
+    other_seed = sample.sample(*(each[7:8] for each in (logits, *columns, seeds + 1, positions)))
+    assert not same_bits(other_seed, batch[7:8])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -11,6 +13,9 @@ from tokenspeed.kernels.operators import OPERATORS
 from tokenspeed_kernels_aok.triton.launch import INTERPRETED, arch_of
 
 DEVICE = torch.device("cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda")
+
+THOROUGH = not INTERPRETED or "TRITON_CASES_THOROUGH" in os.environ
+"""Whether to take the larger of two sizes: on a GPU, and in `nox -s triton-interpreted`, which has the time."""
 
 SIZES = (1, 2, 7, 8, 9, 16, 17, 31, 32, 33, 64, 65, 128)
 """Batch sizes at which engines are known to change kernels, tiles or splits."""
@@ -29,6 +34,17 @@ def architectures(table: dict[str, object]) -> list[str]:
     if not INTERPRETED:
         return [arch_of(DEVICE)] if DEVICE.type == "cuda" else []
     return list({id(entry): name for name, entry in reversed(table.items())}.values())
+
+
+@contextmanager
+def dirty_memory() -> Iterator[None]:
+    """Whatever torch allocates, and does not otherwise initialise, holds NaN."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
