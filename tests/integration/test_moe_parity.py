@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -239,6 +240,48 @@ def test_layer_boundary_changes_values(make_checkpoint: MakeCheckpoint) -> None:
     folder = make_checkpoint(name, dtype=torch.bfloat16, **config)
     fused, unfused = (Switched(folder, {"layer_boundary_norm": value}) for value in ("fused", "unfused"))
     assert not torch.equal(fused.logits, unfused.logits)
+
+
+def test_slot_order_is_a_left_fold_in_fp32(make_checkpoint: MakeCheckpoint) -> None:
+    """The tight value, computed independently by NumPy from what every chosen expert gives when it is alone."""
+    name, config = CASES["qwen3-moe"]
+    folder = make_checkpoint(name, **config)
+    model = ours(folder, switches={"moe_combine_order": "slot", "router_topk": "torch"}, kernels=AOK)
+    block = model.get_submodule("model.layers.1.mlp")
+    x = torch.randn(21, 96, generator=torch.Generator().manual_seed(8))
+    weights, ids = block.gate(x)
+    total = np.zeros((21, 96), dtype=np.float32)
+    for slot in range(3):
+        # Weight 1 gives the expert's output itself: a product with one and a sum with zero round nothing.
+        alone = block.experts(x, torch.ones(len(x), 1), ids[:, slot : slot + 1].contiguous())
+        total = total + weights[:, slot : slot + 1].numpy() * alone.numpy()
+    assert torch.equal(block.experts(x, weights, ids), torch.from_numpy(total))
+    backwards = block.experts(x, weights.flip(1).contiguous(), ids.flip(1).contiguous())
+    assert not torch.equal(backwards, torch.from_numpy(total))
+
+
+def test_the_torch_router_is_softmax_and_topk(make_checkpoint: MakeCheckpoint) -> None:
+    """The tight value, computed independently by torch: the same experts, weights in the same order of operations."""
+    name, config = CASES["qwen3-moe"]
+    folder = make_checkpoint(name, **config)
+    routed = Switched(folder, {"router_topk": "torch"}).routed
+    model = theirs(folder)
+    logits: list[torch.Tensor] = []
+    for module in model.modules():
+        if type(module).__name__ == "Qwen3MoeTopKRouter":
+            module.register_forward_hook(lambda _m, _i, out: logits.append(out[0]))
+    expected_logits(model, random_ids(40, seed=7))
+    for (weights, ids), own in zip(routed, logits, strict=True):
+        probabilities, best = torch.topk(torch.softmax(own.float(), -1), 3, sorted=True)
+        assert torch.equal(ids.long(), best)
+        torch.testing.assert_close(weights, probabilities / probabilities.sum(-1, keepdim=True), rtol=1e-5, atol=0)
+
+
+def test_where_the_yarn_table_is_computed_changes_nothing_on_a_cpu(make_checkpoint: MakeCheckpoint) -> None:
+    name, config = CASES["deepseek-v3"]
+    folder = make_checkpoint(name, dtype=torch.bfloat16, **config)
+    host, device = (Switched(folder, {"yarn_ramp_mask_device": value}, AOK) for value in ("cpu", "model"))
+    assert torch.equal(host.logits, device.logits)
 
 
 def test_lora_scales_folded_or_at_run_time(make_checkpoint: MakeCheckpoint) -> None:

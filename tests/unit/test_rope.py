@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from tokenspeed.layers.rope import cos_sin_table, inverse_frequencies
+from tokenspeed.layers.context import LayerContext
+from tokenspeed.layers.rope import RopeScaling, RotaryEmbedding, cos_sin_table, inverse_frequencies
 from tokenspeed.models.config import ConfigFields
 from tokenspeed.models.rope_config import read_rope
 
@@ -72,3 +74,41 @@ def test_the_scalings_differ() -> None:
         scaling = read_rope(ConfigFields({"rope_parameters": {**rope, "rope_theta": 1e4}}), 131072)
         tables.append(cos_sin_table(scaling, 64, 50))
     assert not any(torch.equal(a, b) for i, a in enumerate(tables) for b in tables[:i])
+
+
+class Devices(TorchDispatchMode):
+    """Where each operation of torch computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[str, set[str]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor):
+            self.seen.setdefault(func.overloadpacket.__name__, set()).add(out.device.type)
+        return out
+
+
+@pytest.mark.parametrize(("value", "device"), [("cpu", "cpu"), ("model", "meta")])
+def test_the_switch_says_where_the_table_is_computed(value: str, device: str) -> None:
+    """`cpu`: on the host, whatever the model's device, and then copied. The meta device stands for a GPU."""
+    scaling = RopeScaling("yarn", factor=4.0, original_positions=512)
+    rotary = RotaryEmbedding(LayerContext(torch.float32, {"yarn_ramp_mask_device": value}), scaling, 64, 100)
+    with Devices() as devices:
+        rotary.allocate(torch.device("meta"))
+    assert rotary.table is not None
+    assert rotary.table.device.type == "meta"
+    computed = {name: where for name, where in devices.seen.items() if name in ("pow", "clamp", "reciprocal", "cos")}
+    assert set().union(*computed.values()) == {device}
+    assert {"clamp", "cos"} <= computed.keys()
+
+
+def test_on_a_cpu_both_values_are_one() -> None:
+    scaling = RopeScaling("yarn", factor=4.0, original_positions=512)
+    tables = []
+    for value in ("cpu", "model"):
+        rotary = RotaryEmbedding(LayerContext(torch.float32, {"yarn_ramp_mask_device": value}), scaling, 64, 100)
+        rotary.allocate(torch.device("cpu"))
+        tables.append(rotary.table)
+    assert torch.equal(*tables)

@@ -1,7 +1,8 @@
 """Rotary position embedding: frequencies from a model's configuration, and tables of cosines and sines.
 
-Everything here is computed in fp32 on the host, by the same expressions whatever the model's device and dtype, and then
-copied. Types of scaling: `default`, `linear` (kaiokendev), `llama3` (Llama 3.1), `yarn` (arXiv 2309.00071).
+Everything here is computed in fp32, by the same expressions whatever the model's device and dtype: on the host, and
+then copied, or on the model's device, as the switch `yarn_ramp_mask_device` says. Types of scaling: `default`, `linear`
+(kaiokendev), `llama3` (Llama 3.1), `yarn` (arXiv 2309.00071).
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ class RopeScaling:
     truncate: bool = True
 
 
-def inverse_frequencies(scaling: RopeScaling, rotary_dim: int) -> torch.Tensor:
-    """Angle per position of each rotated pair, fp32[rotary_dim / 2]."""
-    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64).to(torch.float32) / rotary_dim
+def inverse_frequencies(scaling: RopeScaling, rotary_dim: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    """Angle per position of each rotated pair, fp32[rotary_dim / 2], computed on `device`."""
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64, device=device).to(torch.float32) / rotary_dim
     wavelengths = scaling.theta**exponents
     if scaling.kind == "yarn":
         return _yarn(scaling, wavelengths, rotary_dim)
@@ -71,7 +72,7 @@ def _yarn(scaling: RopeScaling, wavelengths: torch.Tensor, rotary_dim: int) -> t
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, rotary_dim - 1)
     width = high - low if high != low else 0.001
-    ramp = ((torch.arange(rotary_dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
+    ramp = ((torch.arange(rotary_dim // 2, dtype=torch.float32, device=wavelengths.device) - low) / width).clamp(0, 1)
     stays = 1 - ramp
     return 1.0 / (scaling.factor * wavelengths) * (1 - stays) + 1.0 / wavelengths * stays
 
@@ -82,9 +83,12 @@ def _pair_with_rotations(rotations: float, scaling: RopeScaling, rotary_dim: int
     return rotary_dim * turns / (2 * math.log(scaling.theta))
 
 
-def cos_sin_table(scaling: RopeScaling, rotary_dim: int, positions: int) -> torch.Tensor:
-    """fp32[positions, rotary_dim]: cosines in the first half of a row, sines in the second."""
-    angles = torch.outer(torch.arange(positions, dtype=torch.float32), inverse_frequencies(scaling, rotary_dim))
+def cos_sin_table(
+    scaling: RopeScaling, rotary_dim: int, positions: int, device: torch.device | str = "cpu"
+) -> torch.Tensor:
+    """fp32[positions, rotary_dim], computed on `device`: cosines in the first half of a row, sines in the second."""
+    frequencies = inverse_frequencies(scaling, rotary_dim, device)
+    angles = torch.outer(torch.arange(positions, dtype=torch.float32, device=device), frequencies)
     return torch.cat((angles.cos(), angles.sin()), dim=-1) * scaling.attention_factor
 
 
@@ -107,6 +111,7 @@ class RotaryEmbedding(WeightLayer):
     ) -> None:
         super().__init__()
         self.interleaved = interleaved
+        self.on_device = ctx.switches.get("yarn_ramp_mask_device", "model") == "model"
         self.scaling = scaling
         self.rotary_dim = rotary_dim or head_dim
         self.max_positions = max_positions
@@ -116,7 +121,8 @@ class RotaryEmbedding(WeightLayer):
         self.table: torch.Tensor | None = None
 
     def allocate(self, device: torch.device) -> None:
-        self.table = cos_sin_table(self.scaling, self.rotary_dim, self.max_positions).to(device)
+        made_on = device if self.on_device else torch.device("cpu")
+        self.table = cos_sin_table(self.scaling, self.rotary_dim, self.max_positions, made_on).to(device)
 
     def tables(self) -> Iterator[tuple[str, torch.Tensor]]:
         if self.table is not None:
