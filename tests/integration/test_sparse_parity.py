@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,16 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
+from tokenspeed.kernels.spec import KernelSpec
+from tokenspeed.layers.sparse import Indexer
 from tokenspeed.loading.checkpoint import Checkpoint
 from tokenspeed.models.base import CausalLM
 from tokenspeed.models.profile import ModelProfile
 from tokenspeed.models.registry import ModelRegistry, model_class
 from tokenspeed.testing.models import PagedModel, load_model
+from tokenspeed_kernels_aok.specs import SPECS as AOK
 from tokenspeed_models.plugin import tokenspeed_models
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -137,3 +142,69 @@ def test_greedy_tokens_are_the_same(pair: Pair) -> None:
         assert PagedModel(pair[0]).generate(0, prompt, 9) == expected
         seen.update(expected)
     assert len(seen) > 3, "the model repeats itself, which shows nothing"
+
+
+KERNELS = pytest.mark.parametrize("kernels", [None, AOK], ids=["reference", "aok"])
+
+
+class Switched:
+    """Logits and choices of one checkpoint under one value of `dsa_slot_order`."""
+
+    def __init__(self, folder: Path, order: str, kernels: tuple[KernelSpec, ...] | None, length: int) -> None:
+        model = ours(folder, switches={"dsa_slot_order": order}, kernels=kernels)
+        self.chosen: list[torch.Tensor] = []
+        for module in model.modules():
+            if isinstance(module, Indexer):
+                module.register_forward_hook(lambda _m, _i, out: self.chosen.append(out))
+        self.logits = PagedModel(model).feed({0: random_ids(length, seed=7)})[0]
+
+
+@KERNELS
+@pytest.mark.parametrize("name", ["deepseek-v3.2", "glm-moe-dsa-shared"])
+@pytest.mark.parametrize("length", [TOP_K, 4 * TOP_K])
+def test_slot_order_changes_last_bits_and_no_choice(
+    name: str, length: int, kernels: tuple[KernelSpec, ...] | None, make_checkpoint: MakeCheckpoint
+) -> None:
+    """What the first layer chooses is the same to the bit, its order included; later layers see other last bits."""
+    family, config = CASES[name]
+    folder = make_checkpoint(family, **config)
+    selection, in_order = (Switched(folder, order, kernels, length) for order in ("selection", "sorted"))
+    assert not torch.equal(selection.logits, in_order.logits)
+    assert relative_error(selection.logits, in_order.logits) < TOLERANCE
+    assert torch.equal(selection.logits.argmax(-1), in_order.logits.argmax(-1))
+    assert torch.equal(selection.chosen[0], in_order.chosen[0])
+    for a, b in zip(selection.chosen, in_order.chosen, strict=True):
+        assert torch.equal(a.sort(-1).values, b.sort(-1).values)
+
+
+def test_everything_selected_in_order_has_the_bits_of_deepseek_v3(
+    make_checkpoint: MakeCheckpoint, tmp_path: Path
+) -> None:
+    """The tight value, computed independently: the same weights in a model without an indexer, by another kernel."""
+    family, config = CASES["deepseek-v3.2"]
+    folder = make_checkpoint(family, dtype=torch.bfloat16, **config)
+    tensors = load_file(folder / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if ".indexer." not in name}
+    assert len(kept) < len(tensors)
+    save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    dense = {**json.loads((folder / "config.json").read_text()), "architectures": ["DeepseekV3ForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(dense))
+    ids = random_ids(60, seed=7)
+    expected = PagedModel(ours(tmp_path, kernels=AOK)).feed({0: ids})[0]
+    found = Switched(folder, "sorted", AOK, 60).logits
+    assert torch.equal(found[:TOP_K].view(torch.int16), expected[:TOP_K].view(torch.int16))
+    assert not torch.equal(found[TOP_K:], expected[TOP_K:]), "nothing was left out above index_topk"
+
+
+@KERNELS
+def test_bf16_stays_near_fp32(kernels: tuple[KernelSpec, ...] | None, make_checkpoint: MakeCheckpoint) -> None:
+    """As near to the fp32 logits of the same weights as transformers' own bf16, where every token gets every expert and
+    every position: where rounding changes a choice, the error is no longer one of rounding."""
+    family, config = CASES["glm-moe-dsa"]
+    everybody = {"n_routed_experts": 4, "num_experts_per_tok": 4, "index_topk": 64}
+    folder = make_checkpoint(family, dtype=torch.bfloat16, **{**config, **everybody})
+    ids = random_ids(60, seed=6)
+    exact = expected_logits(theirs(folder), ids)
+    their_error = (expected_logits(theirs(folder, torch.bfloat16), ids).float() - exact).square().mean().sqrt()
+    logits = PagedModel(ours(folder, kernels=kernels)).feed({0: ids})[0]
+    assert 0 < (logits.float() - exact).square().mean().sqrt() < 1.2 * their_error

@@ -66,14 +66,14 @@ def tokenspeed_models() -> Iterable[ModelProfile]:
         ModelProfile(
             "DeepseekV32ForCausalLM",
             "tokenspeed_models.deepseek_v32:DeepseekV32ForCausalLM",
-            frozenset({"auto"}),
+            _VERIFIED,
             _SPARSE_SWITCHES,
             bit_order="tokenspeed-models/deepseek_v32@1",
         ),
         ModelProfile(
             "GlmMoeDsaForCausalLM",
             "tokenspeed_models.deepseek_v32:GlmMoeDsaForCausalLM",
-            frozenset({"auto"}),
+            _VERIFIED,
             _SPARSE_SWITCHES,
             bit_order="tokenspeed-models/glm_moe_dsa@1",
         ),
