@@ -19,6 +19,7 @@ CORE, AOK, FLASHINFER, MODELS = (
 )
 ALL = (CORE, AOK, FLASHINFER, MODELS)
 TINY = Path(MODELS, "src/tokenspeed_models/tiny")
+CROSS_COMPILER = "aarch64-linux-gnu-g++"
 CACHE = Path("build")
 
 nox.options.sessions = ["lint", "types", "docs", "tests"]
@@ -131,6 +132,24 @@ def sanitize(session: nox.Session) -> None:
     runtime = session.run("gcc", "-print-file-name=libasan.so", external=True, silent=True)
     environment = {"LD_PRELOAD": str(runtime).strip(), "ASAN_OPTIONS": "detect_leaks=0"}
     session.run("pytest", *(session.posargs or ["tests/numerics"]), env=environment)
+
+
+@nox.session
+def neon(session: nox.Session) -> None:
+    """Build the native kernels for aarch64 and run each in an emulator: the bits of this machine.
+
+    Needs g++-aarch64-linux-gnu, cmake, ninja-build and qemu-user from the system's packages.
+    """
+    install(session, CORE, AOK)
+    build = Path(session.create_tmp(), "neon")
+    options = {"SYSTEM_NAME": "Linux", "SYSTEM_PROCESSOR": "aarch64", "CXX_COMPILER": CROSS_COMPILER}
+    defines = [f"-DCMAKE_{name}={value}" for name, value in options.items()]
+    cmake = ("cmake", "-S", AOK, "-B", str(build), "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release", "-DAOK_WERROR=ON")
+    session.run(*cmake, *defines, external=True)
+    session.run("cmake", "--build", str(build), external=True)
+    runner = ("scripts/emulated_runner.cpp", "-o", str(build / "emulated_runner"), "-ldl")
+    session.run(CROSS_COMPILER, "-O1", "-std=c++20", *runner, external=True)
+    session.run("python", "scripts/check_emulated.py", str(build))
 
 
 @nox.session
