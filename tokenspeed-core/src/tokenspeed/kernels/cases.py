@@ -30,6 +30,7 @@ from tokenspeed.kernels.case import (
 )
 from tokenspeed.kernels.moe_cases import grouped_experts, latent_decode, routing
 from tokenspeed.kernels.sampling_cases import block_sums, logprobs, sampling
+from tokenspeed.kernels.sparse_cases import choosing, layer_norm, scoring, sparse_decode
 
 PROJECTIONS = ((1024, 4096), (2048, 1024), (1024, 6144), (3072, 1024), (1024, 151936), (4096, 14336))
 """(K, N) of Qwen3-0.6B (attention in and out, MLP up and down, output head) and of a layer of an 8B model."""
@@ -183,11 +184,15 @@ CASES: Mapping[str, Callable[[Sequence[int], torch.dtype], Iterator[Case]]] = {
     "embedding.lookup": _embedding,
     "norm.rms": _rms,
     "norm.add_rms": _add_rms,
+    "norm.layer": layer_norm,
     "rope.apply": _rope,
     "activation.silu_and_mul": _silu,
     "cache.write": writing,
     "attention.paged": decode_and_prefill,
     "attention.mla_paged": latent_decode,
+    "attention.index_scores": scoring,
+    "attention.index_topk": choosing,
+    "attention.sparse_paged": sparse_decode,
     "moe.route": routing,
     "moe.experts": grouped_experts,
     "sampling.block_sumexp": block_sums,
