@@ -1,4 +1,4 @@
-"""The engine on this GPU with the embedded model: recorded steps, steps issued ahead, memory, settings, verification."""
+"""The engine on this GPU with the embedded model: recorded steps, steps issued ahead, memory, settings, verifying."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """The conformance kit on every Triton kernel, as `tokenspeed kernels verify` runs it.
 
-Interpreted, a kernel is taken for one of the CPU, in the form of the architecture whose tiles the interpreter follows.
+For a GPU. Interpreted, a kernel is taken for one of the CPU and very little is tried, which still takes hours: name the
+kernels that you mean with `-k`.
 """
 
 from __future__ import annotations
