@@ -91,7 +91,10 @@ class Library:
                 return node
         imports = self._imports(path)
         sources = [imports[name]] if name in imports else imports.get("*", "").split()
-        return next(filter(None, (self._definition(source, name) for source in sources)), None)
+        for source in sources:
+            if (found := self._definition(source, name)) is not None:
+                return found
+        return None
 
     def _path(self, module: str) -> str:
         flat = module.replace(".", "/")
