@@ -15,7 +15,7 @@ from tokenspeed.engine.engine import Engine, EngineOptions
 from tokenspeed.engine.kv_cache import pages_for
 from tokenspeed.engine.request import Request, SamplingParams
 
-_FIRST_ORDINARY_ID = 10
+FIRST_ORDINARY_ID = 10
 """Lower ids are special tokens in most vocabularies."""
 
 
@@ -60,7 +60,7 @@ class Workload:
         return timing
 
     def _request(self, input_len: int, output_len: int) -> Request:
-        first = min(_FIRST_ORDINARY_ID, self._engine.limits.vocab_size - 1)
+        first = min(FIRST_ORDINARY_ID, self._engine.limits.vocab_size - 1)
         prompt = [self._rng.randrange(first, self._engine.limits.vocab_size) for _ in range(input_len)]
         params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
         return Request(id=next(self._names), prompt=prompt, params=params, seed=0)

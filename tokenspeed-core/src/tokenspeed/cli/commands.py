@@ -31,6 +31,7 @@ BENCH_COMMANDS = {
     "latency": LazyCommand("tokenspeed.cli.bench_latency:latency", "How long one batch of requests takes."),
     "serve": LazyCommand("tokenspeed.cli.bench_serve:serve", "Throughput and latencies of a running server."),
     "numerics": LazyCommand("tokenspeed.cli.bench_numerics:numerics", "The speed of rl-bitwise over that of auto."),
+    "transformers": LazyCommand("tokenspeed.cli.bench_transformers:transformers", "Speed over that of transformers."),
     "kernels": LazyCommand("tokenspeed.cli.bench_kernels:kernels", "The kernels of this machine against plain torch."),
 }
 
