@@ -35,20 +35,26 @@ def calls(folder: Path = ADAPTERS) -> Iterator[Call]:
         for scope in ast.parse(path.read_text()).body:
             made: str | None = None
             for node in sorted(ast.walk(scope), key=lambda node: getattr(node, "lineno", 0)):
-                if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+                names = dotted(node.func) if isinstance(node, ast.Call) else []
+                if not isinstance(node, ast.Call) or len(names) < 2:
                     continue
-                owner, name = node.func.value, node.func.attr
-                if not isinstance(owner, ast.Name):
-                    continue
-                if owner.id == LIBRARY:
-                    target = name
-                    made = name if name[0].isupper() else made
-                elif owner.id == WRAPPER and made:
-                    target = f"{made}.{name}"
+                if names[0] == LIBRARY:
+                    target = ".".join(names[1:])
+                    made = target if names[-1][0].isupper() else made
+                elif names[0] == WRAPPER and made:
+                    target = f"{made}.{names[1]}"
                 else:
                     continue
                 keywords = tuple(keyword.arg or "**" for keyword in node.keywords)
                 yield Call(f"{path.name}:{node.lineno}", target, len(node.args), keywords)
+
+
+def dotted(node: ast.expr) -> list[str]:
+    """`a.b.c` as its names; empty for anything else."""
+    if isinstance(node, ast.Name):
+        return [node.id]
+    owner = dotted(node.value) if isinstance(node, ast.Attribute) else []
+    return [*owner, node.attr] if owner and isinstance(node, ast.Attribute) else []
 
 
 class Library:
@@ -57,41 +63,45 @@ class Library:
     def __init__(self, wheel: Path) -> None:
         self._wheel = zipfile.ZipFile(wheel)
         self._names = set(self._wheel.namelist())
-        self._exports = self._imports(f"{LIBRARY}/__init__.py")
 
     def signature(self, target: str) -> inspect.Signature:
         """The signature of an exported function, or of a method without `self`. LookupError when there is none."""
-        name, _, method = target.partition(".")
-        node = self._definition(name)
+        module, names = LIBRARY, target.split(".")
+        while len(names) > 1 and self._path(f"{module}.{names[0]}") in self._names:
+            module = f"{module}.{names.pop(0)}"
+        node = self._definition(module, names[0])
+        if node is None:
+            raise LookupError(f"{module} exports no {names[0]}")
         if isinstance(node, ast.ClassDef):
-            method = method or "__init__"
+            method = names[1] if len(names) > 1 else "__init__"
             # An overload is a declaration; the last definition is the one that runs.
             found = [n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == method]
             if not found:
-                raise LookupError(f"{name} has no method {method}")
+                raise LookupError(f"{names[0]} has no method {method}")
             return signature_of(found[-1], skip=1)
         return signature_of(node)
 
-    def _definition(self, name: str) -> ast.FunctionDef | ast.ClassDef:
-        module = self._exports.get(name)
-        while module:
-            path = self._path(module)
-            found = [
-                node
-                for node in ast.parse(self._wheel.read(path)).body
-                if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name
-            ]
-            if found:
-                return found[-1]
-            module = self._imports(path).get(name)
-        raise LookupError(f"{LIBRARY} exports no {name}")
+    def _definition(self, module: str, name: str) -> ast.FunctionDef | ast.ClassDef | None:
+        """What a module defines under a name, or imports from another one, by name or with a star."""
+        path = self._path(module)
+        if path not in self._names:
+            return None
+        for node in reversed(ast.parse(self._wheel.read(path)).body):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name:
+                return node
+        imports = self._imports(path)
+        sources = [imports[name]] if name in imports else imports.get("*", "").split()
+        for source in sources:
+            if (found := self._definition(source, name)) is not None:
+                return found
+        return None
 
     def _path(self, module: str) -> str:
         flat = module.replace(".", "/")
         return f"{flat}.py" if f"{flat}.py" in self._names else f"{flat}/__init__.py"
 
     def _imports(self, path: str) -> dict[str, str]:
-        """Name -> module, of every relative import at the top of a file."""
+        """Name -> module, of every relative import of a file; `*` -> all modules of which everything is imported."""
         package = path.removesuffix("/__init__.py") if path.endswith("/__init__.py") else path.rpartition("/")[0]
         found: dict[str, str] = {}
         for node in ast.walk(ast.parse(self._wheel.read(path))):
@@ -99,7 +109,10 @@ class Library:
                 parts = package.split("/")
                 base = ".".join(parts[: len(parts) - node.level + 1])
                 module = f"{base}.{node.module}" if node.module else base
-                found |= {alias.asname or alias.name: module for alias in node.names}
+                for alias in node.names:
+                    found[alias.asname or alias.name] = (
+                        f"{found.get('*', '')} {module}" if alias.name == "*" else module
+                    )
         return found
 
 

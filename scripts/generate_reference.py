@@ -139,6 +139,54 @@ def _argument(argument: Argument) -> tuple[str, str, str, str]:
     return f"`{argument.role}`", argument.shape, argument.dtype, meaning
 
 
+def tiles_page() -> str:
+    """The tile tables of the Triton kernels and the buckets of recorded decode steps."""
+    from tokenspeed.engine import buckets
+    from tokenspeed_kernels_aok.triton import tiles
+
+    gemm = [
+        (
+            arch,
+            kind,
+            found.instruction,
+            str(found.block_k),
+            "yes" if found.descriptors else "no",
+            f"{tile.block_m} x {tile.columns}",
+            *map(str, (tile.panels, tile.num_warps, tile.num_stages, tile.resident)),
+        )
+        for kind, tables in (("16 bits", tiles.GEMM), ("fp32", tiles.GEMM_FLOAT32))
+        for arch, found in tables.items()
+        for tile in found.tiles
+    ]
+    attention = [
+        (arch, str(size), *map(str, (tile.block_m, tile.block_n, tile.split, tile.num_warps, tile.num_stages)))
+        for arch, sizes in tiles.ATTENTION.items()
+        for size, tile in sizes.items()
+    ]
+    wide = tiles.ATTENTION_FLOAT32
+    attention.append(
+        ("all", "fp32", *map(str, (wide.block_m, wide.block_n, wide.split, wide.num_warps, wide.num_stages)))
+    )
+    return "\n".join(
+        [
+            "# Tiles of the Triton kernels\n",
+            f"```text\n{inspect.cleandoc(tiles.__doc__ or '')}\n```\n",
+            "## gemm.linear, gemm.batched\n",
+            table(
+                ("arch", "operands", "instruction", "K step", "TMA", "tile", "panels", "warps", "stages", "resident"),
+                gemm,
+            ),
+            "## attention.paged\n",
+            table(("arch", "head size up to", "rows", "keys", "split", "warps", "stages"), attention),
+            "## Recorded decode steps\n",
+            f"{inspect.cleandoc(buckets.plan_buckets.__doc__ or '')}\n",
+            f"Rows: {', '.join(map(str, buckets.BUCKET_ROWS))}.\n",
+            "Pages of 16 tokens in a page table, below those of the longest context: "
+            f"{', '.join(map(str, buckets.BUCKET_PAGES))}.\n",
+        ]
+    )
+
+
 def python_page() -> str:
     """The public names, the hooks and the exceptions."""
     parts = ["# Python\n", "## Public names of `tokenspeed`\n"]
@@ -202,6 +250,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "http.md": http_page,
     "numerics.md": numerics_page,
     "operators.md": operators_page,
+    "tiles.md": tiles_page,
     "python.md": python_page,
     "refusals.md": refusals_page,
 }

@@ -13,6 +13,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from tokenspeed.kernels.spec import KernelSpec
+from tokenspeed.layers import sparse
 from tokenspeed.layers.sparse import Indexer
 from tokenspeed.loading.checkpoint import Checkpoint
 from tokenspeed.models.base import CausalLM
@@ -194,6 +195,40 @@ def test_everything_selected_in_order_has_the_bits_of_deepseek_v3(
     found = Switched(folder, "sorted", AOK, 60).logits
     assert torch.equal(found[:TOP_K].view(torch.int16), expected[:TOP_K].view(torch.int16))
     assert not torch.equal(found[TOP_K:], expected[TOP_K:]), "nothing was left out above index_topk"
+
+
+@KERNELS
+def test_scores_are_computed_in_parts_where_there_are_many(
+    kernels: tuple[KernelSpec, ...] | None, make_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sequence in its middle beside a whole one, cut where a part ends inside either: the same choices, last bits
+    aside the same logits, and with kernels whose rows are their own the same bits."""
+    family, config = CASES["glm-moe-dsa-shared"]
+    model = ours(make_checkpoint(family, **config), kernels=kernels)
+    indexers = [module for module in model.modules() if isinstance(module, Indexer)]
+
+    def run() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        chosen: list[torch.Tensor] = []
+        hooks = [module.register_forward_hook(lambda _m, _i, out: chosen.append(out)) for module in indexers]
+        paged = PagedModel(model)
+        ids = random_ids(150, seed=8)
+        paged.feed({0: ids[:50]})
+        logits = paged.feed({0: ids[50:90], 1: ids[90:]})
+        for hook in hooks:
+            hook.remove()
+        return chosen, list(logits.values())
+
+    whole_choices, whole = run()
+    calls: list[int] = []
+    for module in indexers:
+        score = module.score.run
+        module.score.run = lambda q, *rest, score=score: calls.append(len(q)) or score(q, *rest)
+    monkeypatch.setattr(sparse, "MOST_SCORES", 17 * 96)
+    choices, logits = run()
+    assert calls.count(17) == 10, calls
+    assert all(torch.equal(a, b) for a, b in zip(choices, whole_choices, strict=True))
+    for a, b in zip(logits, whole, strict=True):
+        assert torch.equal(a, b) if kernels else relative_error(a, b) < TOLERANCE
 
 
 @KERNELS

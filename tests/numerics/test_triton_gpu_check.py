@@ -39,8 +39,9 @@ def test_what_was_not_measured_is_blank_and_says_why() -> None:
 def test_an_engine_that_refuses_leaves_every_number_blank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_check, "run", lambda *_: (2, "starting\nrefused: no such device\n"))
     rows = list(gpu_check.engine(Clock(10), Path("nowhere"), 1000.0))
-    assert [row.value for row in rows] == [None] * 7
-    assert "refused: no such device" in rows[1].note
+    assert [row.value for row in rows] == [None] * 11
+    assert "refused: no such device" in rows[0].note
+    assert not gpu_check.all_held(rows)
 
 
 def test_engine_rates_become_a_ratio_and_a_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,7 +50,7 @@ def test_engine_rates_become_a_ratio_and_a_share(tmp_path: Path, monkeypatch: py
     def answer(command: list[str], timeout: float) -> tuple[int, str]:
         if "verify" in command:
             return 0, "everything is equal"
-        speed = 400 if "auto" in command else 300
+        speed = 400 if "auto" in command else 150 if "--no-decode-graphs" in command else 300
         rates = ((1, 100), (64, speed))
         decode = [{"batch": batch, "decode_tokens_per_second": rate} for batch, rate in rates]
         return 0, json.dumps({"decode": decode})
@@ -57,6 +58,8 @@ def test_engine_rates_become_a_ratio_and_a_share(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(gpu_check, "run", answer)
     values = {row.name: row.value for row in gpu_check.engine(Clock(10), tmp_path, 1.0)}
     assert values["rl-bitwise / auto, batch 64"] == 0.75
+    assert values["recorded / not recorded, batch 64"] == 2
+    assert values["numerics verify --quick"] == 1
     assert values["rl-bitwise, batch 1, share of bandwidth"] == pytest.approx(10)
 
 
@@ -66,3 +69,17 @@ def test_failed_and_skipped_tests_are_counted(monkeypatch: pytest.MonkeyPatch) -
     assert (passed.value, bad.value) == (70, 3)
     monkeypatch.setattr(gpu_check, "run", lambda *_: (124, "took longer than 240 s"))
     assert [row.value for row in gpu_check.conformance(Clock(10))] == [None, None]
+
+
+def test_the_kit_reports_each_kernel_and_one_that_did_not_end_is_blank(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = {"good": (0, "1 passed"), "bad": (1, "0 passed, 1 failed"), "slow": (124, "took longer than 90 s")}
+    monkeypatch.setattr(gpu_check, "run", lambda command, _: answers[command[command.index("--kernel") + 1]])
+    rows = list(gpu_check.kit(Clock(10), list(answers)))
+    assert [(row.name, row.value) for row in rows] == [("good", 1.0), ("bad", 0.0), ("slow", None)]
+    assert rows[2].note == "took longer than 90 s"
+    assert [gpu_check.all_held([row]) for row in rows] == [True, False, False]
+
+
+def test_the_parts_leave_time_to_measure_and_verify() -> None:
+    most = gpu_check.TESTS_SECONDS + gpu_check.KIT_SECONDS + gpu_check.RUN_SECONDS * len(gpu_check.RUNS)
+    assert most <= gpu_check.BUDGET_SECONDS - 40 < 8 * 60

@@ -1,4 +1,4 @@
-"""The cases of the Triton kernels in Triton's interpreter, in another process; `nox -s triton-interpreted` runs larger ones.
+"""The cases of the Triton kernels in the interpreter, in another process; `nox -s triton-interpreted` runs larger ones.
 
 TRITON_INTERPRET has to be set before Triton is imported, which this process may have done already.
 """

@@ -87,3 +87,30 @@ class TestQwen3(_AgainstTransformers):
     @pytest.fixture(autouse=True)
     def _folder(self, tiny_qwen3: Path) -> None:
         self.folder = tiny_qwen3
+
+
+@pytest.mark.usefixtures("one_thread")
+class TestGlmMoeDsa(_AgainstTransformers):
+    """Layers that share a choice, experts and a cache plane for the indexer."""
+
+    architecture = "GlmMoeDsaForCausalLM"
+
+    @pytest.fixture(autouse=True)
+    def _folder(self, make_checkpoint: Any) -> None:
+        self.folder = make_checkpoint(
+            "GlmMoeDsa",
+            num_key_value_heads=6,
+            n_routed_experts=8,
+            num_experts_per_tok=3,
+            moe_intermediate_size=40,
+            first_k_dense_replace=1,
+            kv_lora_rank=24,
+            q_lora_rank=40,
+            qk_nope_head_dim=20,
+            qk_rope_head_dim=8,
+            v_head_dim=12,
+            index_n_heads=18,
+            index_head_dim=14,
+            index_topk=11,
+            indexer_types=["full", "shared", "full"],
+        )

@@ -7,6 +7,7 @@ import sys
 import zipfile
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,12 +17,13 @@ import torch
 
 import check_flashinfer_calls
 from tokenspeed import BATCH_INVARIANT, KernelSpec, MachineRequirement
-from tokenspeed.kernels.reference import activation, attention, norm, rope
+from tokenspeed.kernels.reference import activation, attention, mla, norm, rope
 from tokenspeed.kernels.registry import KernelRegistry
 from tokenspeed.kernels.select import select
 from tokenspeed.kernels.spec import Need
 from tokenspeed.machine import Machine, read_machine
 from tokenspeed.testing.verify import verify_kernel
+from tokenspeed_kernels_aok.triton.specs import triton_specs
 from tokenspeed_kernels_flashinfer.specs import SPECS
 
 HOPPER = Machine("cuda", "sm90", libraries={"torch": "2", "flashinfer": "0.7"})
@@ -101,6 +103,100 @@ def _rope(
     return tuple(x.flatten(1) for x in rope.apply(q, k, positions, cos_sin_cache, not is_neox))  # type: ignore[return-value]
 
 
+class MLAMetadata:
+    """`flashinfer.mla.MLAPlanMetadata`."""
+
+    @classmethod
+    def csr(cls, qo_indptr: torch.Tensor, kv_indptr: torch.Tensor, kv_indices: torch.Tensor, kv_len_arr: torch.Tensor):
+        assert all(x.dtype == torch.int32 for x in (qo_indptr, kv_indptr, kv_indices, kv_len_arr))
+        pages = kv_indptr.diff()
+        assert torch.equal(pages, (kv_len_arr + 15) // 16)
+        tables = torch.zeros(len(pages), int(pages.max()), dtype=torch.int32)
+        for b, count in enumerate(pages.tolist()):
+            tables[b, :count] = kv_indices[kv_indptr[b] : kv_indptr[b] + count]
+        return qo_indptr, kv_len_arr, tables
+
+
+class MLA:
+    """`BatchMLAPagedAttentionWrapper`: packed queries [T,Hq,C] over a cache [P,S,C], by the reference."""
+
+    def __init__(self, workspace: torch.Tensor) -> None:
+        assert workspace.dtype == torch.uint8
+
+    def plan(self, *, metadata: Any, causal: bool, page_size: int, sm_scale: float, **more: Any) -> None:
+        assert causal
+        assert page_size == 16
+        self.metadata, self.scale, self.more = metadata, sm_scale, more
+
+    def run(self, *, query: torch.Tensor, kv_cache: torch.Tensor) -> torch.Tensor:
+        latent, rotated = self.more["head_dim_ckv"], self.more["head_dim_kpe"]
+        assert (query.dtype, kv_cache.dtype) == (self.more["q_data_type"], self.more["kv_data_type"])
+        assert query.shape[1:] == (self.more["num_heads"], latent + rotated)
+        assert kv_cache.shape[1:] == (16, latent + rotated)
+        return mla.attention(query, kv_cache.unsqueeze(2), *self.metadata, self.scale, latent)
+
+
+class SegmentGEMM:
+    """`SegmentGEMMWrapper`: rows of no segment are left as they are in fresh memory, here NaN."""
+
+    def __init__(self, workspace: torch.Tensor) -> None:
+        assert workspace.dtype == torch.uint8
+
+    def run(
+        self,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        batch_size: int,
+        weight_column_major: bool,
+        *,
+        seg_indptr: torch.Tensor,
+    ) -> torch.Tensor:
+        assert weight_column_major
+        assert seg_indptr.dtype == torch.int64
+        assert seg_indptr.shape == (batch_size + 1,)
+        out = torch.full((len(x), weights.shape[1]), torch.nan, dtype=x.dtype)
+        for weight, (first, last) in zip(weights, pairwise(seg_indptr.tolist()), strict=True):
+            out[first:last] = (x[first:last].float() @ weight.float().T).to(x.dtype)
+        return out
+
+
+def _softmax(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    assert logits.dtype == temperature.dtype == torch.float32
+    assert logits.isfinite().any(-1).all()
+    return torch.softmax(logits / temperature.unsqueeze(-1), -1)
+
+
+def _top_k_renorm_probs(probs: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
+    """Tokens that tie with the last one are kept, too."""
+    assert bool(((top_k > 0) & (top_k < max(probs.shape[-1], 2))).all())
+    edge = probs.sort(-1, descending=True).values.gather(-1, top_k.to(torch.int64).unsqueeze(-1) - 1)
+    kept = probs.where(probs >= edge, 0.0)
+    return kept / kept.sum(-1, keepdim=True)
+
+
+def _top_p_renorm_probs(probs: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    assert bool(((top_p > 0) & (top_p < 1)).all())
+    ordered = probs.sort(-1, descending=True)
+    before = ordered.values.cumsum(-1) - ordered.values
+    edge = ordered.values.where(before < top_p.unsqueeze(-1), 2.0).amin(-1, keepdim=True)
+    kept = probs.where(probs >= edge, 0.0)
+    return kept / kept.sum(-1, keepdim=True)
+
+
+def _min_p_sampling_from_probs(
+    probs: torch.Tensor, min_p: torch.Tensor, *, seed: torch.Tensor, offset: torch.Tensor
+) -> torch.Tensor:
+    """A stream that depends on the row."""
+    assert seed.dtype == offset.dtype == torch.int64
+    assert bool((seed >= 0).all())
+    kept = probs.where(probs >= min_p.unsqueeze(-1) * probs.amax(-1, keepdim=True), 0.0)
+    drawn = []
+    for row, (values, a, b) in enumerate(zip(kept, seed.tolist(), offset.tolist(), strict=True)):
+        generator = torch.Generator().manual_seed((a * 31 + b * 17 + row) % (1 << 62))
+        drawn.append(int(torch.multinomial(values, 1, generator=generator)))
+    return torch.tensor(drawn, dtype=torch.int32)
+
+
 def _silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     _dense(x)
     assert x.shape[1] // 2 * x.element_size() % 16 == 0
@@ -114,21 +210,65 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     module.rmsnorm, module.fused_add_rmsnorm = _rmsnorm, _fused_add_rmsnorm
     module.apply_rope_with_cos_sin_cache, module.silu_and_mul = _rope, _silu_and_mul
     module.BatchPrefillWithPagedKVCacheWrapper = Prefill
+    module.BatchMLAPagedAttentionWrapper, module.SegmentGEMMWrapper = MLA, SegmentGEMM
+    module.softmax, module.min_p_sampling_from_probs = _softmax, _min_p_sampling_from_probs
+    module.top_k_renorm_probs, module.top_p_renorm_probs = _top_k_renorm_probs, _top_p_renorm_probs
+    module.mla = ModuleType("flashinfer.mla")
+    module.mla.MLAPlanMetadata = MLAMetadata
+    monkeypatch.setitem(sys.modules, "flashinfer.mla", module.mla)
     monkeypatch.setitem(sys.modules, "flashinfer", module)
     yield
-    for name in ("rows", "attention"):
+    for name in ("rows", "attention", "mla", "experts", "sampling"):
         sys.modules.pop(f"tokenspeed_kernels_flashinfer.{name}", None)
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 def test_adapter_passes_the_kit_over_the_stand_in(spec: KernelSpec, stand_in: None) -> None:
-    here = replace(spec, machine=MachineRequirement(device="cpu"), traits={**spec.traits, "head_dim": frozenset({64})})
+    here = replace(spec, machine=MachineRequirement(device="cpu"))
     report = verify_kernel(here, read_machine())
     assert not [result.as_dict() for result in report.failures]
 
 
 def test_nothing_promises_bits() -> None:
     assert not [spec.name for spec in SPECS if BATCH_INVARIANT in spec.features or spec.bit_order]
+
+
+SAMPLER = Need.of("sampling.sample", dtypes={"logits": "bfloat16"})
+
+
+def test_a_stream_of_its_own_serves_only_where_none_is_asked_for() -> None:
+    registry = KernelRegistry([*SPECS, *triton_specs()])
+    need = replace(SAMPLER, traits=(("stream", "per-request"),))
+    selection = select([SAMPLER, need], registry, replace(HOPPER, libraries={**HOPPER.libraries, "triton": "3"}))
+    assert selection.choices[SAMPLER].name == "flashinfer.sampling.sample"
+    assert selection.choices[need].name == "aok.triton.sampling.sample"
+    reasons = {verdict.spec.name: verdict.reason for verdict in selection.verdicts[need]}
+    assert reasons["flashinfer.sampling.sample"] == "declares stream=batch, and per-request is required"
+
+
+def test_the_sampler_draws_from_the_filtered_distribution(stand_in: None) -> None:
+    sampling = importlib.import_module("tokenspeed_kernels_flashinfer.sampling")
+    rows = 4000
+    logits = torch.tensor([2.0, 1.0, 0.0, -1.0, -9.0]).repeat(rows, 1)
+    ids = sampling.sample(
+        logits,
+        torch.full((rows,), 0.5),
+        torch.full((rows,), 3, dtype=torch.int32),
+        torch.ones(rows),
+        torch.zeros(rows),
+        torch.arange(rows),
+        torch.zeros(rows, dtype=torch.int64),
+    )
+    expected = torch.softmax(torch.tensor([4.0, 2.0, 0.0]), 0)
+    assert float((ids.bincount(minlength=5)[:3] / rows - expected).abs().max()) < 0.03
+    assert int(ids.max()) == 2
+
+
+def test_a_sampler_that_ignores_a_filter_is_caught(stand_in: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flashinfer.top_k_renorm_probs", lambda probs, _top_k: probs)
+    (spec,) = (spec for spec in SPECS if spec.operator == "sampling.sample")
+    report = verify_kernel(replace(spec, machine=MachineRequirement(device="cpu")), read_machine())
+    assert "agreement" in [result.check for result in report.failures]
 
 
 def test_on_a_gpu_it_is_preferred_under_auto() -> None:
@@ -163,7 +303,22 @@ def wheel(path: Path, **changes: str) -> Path:
     files = {
         "__init__": "from .norm import rmsnorm as rmsnorm, fused_add_rmsnorm\nfrom .rope import *\n"
         "from .rope import apply_rope_with_cos_sin_cache\nfrom .act import silu_and_mul\n"
-        "from .prefill import BatchPrefillWithPagedKVCacheWrapper\n",
+        "from .prefill import BatchPrefillWithPagedKVCacheWrapper\n"
+        "from .mla import BatchMLAPagedAttentionWrapper\nfrom .gemm import SegmentGEMMWrapper\n"
+        "from .sampling import softmax, top_k_renorm_probs, top_p_renorm_probs, min_p_sampling_from_probs\n",
+        "mla/__init__": "from ._core import *\n",
+        "mla/_core": "from ._contracts import MLAPlanMetadata as MLAPlanMetadata\n"
+        "class BatchMLAPagedAttentionWrapper:\n"
+        "    def __init__(self, float_workspace_buffer, backend='auto'): ...\n"
+        "    def plan(self, qo_indptr=None, *, metadata, num_heads, head_dim_ckv, head_dim_kpe, page_size, causal,\n"
+        "             sm_scale, q_data_type, kv_data_type): ...\n"
+        "    def run(self, q_nope=None, *, query=None, kv_cache=None): ...\n",
+        "mla/_contracts": "class MLAPlanMetadata:\n    @classmethod\n    def csr(cls, a, b, c, d): ...\n",
+        "gemm": "class SegmentGEMMWrapper:\n    def __init__(self, workspace, backend='auto'): ...\n"
+        "    def run(self, x, weights, batch_size, weight_column_major, out=None, seg_indptr=None): ...\n",
+        "sampling": "def softmax(logits, temperature=None): ...\ndef top_k_renorm_probs(probs, top_k): ...\n"
+        "def top_p_renorm_probs(probs, top_p): ...\n"
+        "def min_p_sampling_from_probs(probs, min_p, indices=None, *, seed=None, offset=None): ...\n",
         "norm/__init__": "def rmsnorm(input, weight, eps=1e-6, out=None): ...\n"
         "def fused_add_rmsnorm(input, residual, weight, eps=1e-6): ...\n",
         "rope": "def apply_rope_with_cos_sin_cache(positions, query, key, head_size, cos_sin_cache, is_neox=True): ...",
@@ -187,6 +342,11 @@ def test_calls_fit_the_signatures(tmp_path: Path) -> None:
         "silu_and_mul",
         "BatchPrefillWithPagedKVCacheWrapper.plan",
         "BatchPrefillWithPagedKVCacheWrapper.run",
+        "BatchMLAPagedAttentionWrapper.plan",
+        "BatchMLAPagedAttentionWrapper.run",
+        "mla.MLAPlanMetadata.csr",
+        "SegmentGEMMWrapper.run",
+        "min_p_sampling_from_probs",
     }
     assert check_flashinfer_calls.faults(wheel(tmp_path)) == []
 
@@ -195,6 +355,8 @@ def test_calls_fit_the_signatures(tmp_path: Path) -> None:
     ("changes", "fault"),
     [
         ({"act": "def silu_and_mul(*, input): ..."}, "silu_and_mul: too many positional"),
+        ({"mla/_core": "class BatchMLAPagedAttentionWrapper: ..."}, "flashinfer.mla exports no MLAPlanMetadata"),
+        ({"mla/_contracts": "class MLAPlanMetadata:\n    @classmethod\n    def csr(cls, a, b, c): ..."}, "too many"),
         ({"norm/__init__": "def fused_add_rmsnorm(input, residual, weight, eps): ..."}, "exports no rmsnorm"),
         (
             {"prefill": "class BatchPrefillWithPagedKVCacheWrapper:\n    def __init__(self, b, l): ..."},

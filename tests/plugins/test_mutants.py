@@ -65,7 +65,7 @@ VARIANTS_CAUGHT_BY = {
     "variant.gemm.tile_by_batch": "batch",
     "variant.gemm.remainder_row": "batch",
     "variant.gemm.threads": "threads",
-    "variant.gemm.uninitialised": "initialised",
+    "variant.gemm.uninitialised": "history",
     "variant.gemm.first_call": "history",
     "variant.norm.large_batch": "batch",
     "variant.activation.batch_scale": "batch",

@@ -230,6 +230,13 @@ def test_dump_command(folder: Path, tmp_path: Path) -> None:
     assert "the dump has no activations" in shown.stdout
 
 
+def test_dump_command_refuses_a_single_token(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_text('{"token_ids": [5, 6]}\n{"token_ids": [5]}\n')
+    refused = run("dump", folder, "--prompts", tmp_path / "prompts.jsonl", "-o", tmp_path / "d.safetensors")
+    assert refused.exit_code == 1
+    assert "line 2: one token alone has no log-probability" in refused.stderr
+
+
 class TestMalformed:
     """A dump that is not as the schema says is refused, with the field."""
 

@@ -345,7 +345,9 @@ def test_new_weights_are_recorded_anew() -> None:
         ahead=True,
     )
     engine = Engine(ContextModel(VOCAB), OPERATORS, None, options, device=device)
-    assert list(engine.record_steps()) == [(1, 2), (2, 2)]
+    assert list(engine.warm_up()) == [(1, 3), (2, 3), (3, 3)]
+    assert idle(engine)
+    assert not any(tensor.any() for tensor in engine.cache_tensors())
     each = request("a", [3, 4, 5], seed=1, max_tokens=10, ignore_eos=True)
     assert run(engine, [each])["a"].token_ids == alone(each).token_ids
     assert (device.recordings, engine.replays) == (2, 9)

@@ -50,6 +50,7 @@ def test_rl_bitwise_takes_every_tight_value() -> None:
     assert numerics.features == {"batch_invariant"}
     assert numerics.traits == {
         "moe.experts": {"combine_order": "slot"},
+        "sampling.sample": {"stream": "per-request"},
         "attention.sparse_paged": {"slot_order": "sorted"},
         "sampling.logprobs": {"block_order": "aok_tree"},
         "sampling.block_sumexp": {"block_order": "aok_tree"},

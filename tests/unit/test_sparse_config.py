@@ -57,6 +57,7 @@ def build(cls: type[CausalLM], config: dict[str, Any]) -> CausalLM:
             {**INDEXED, "indexer_types": ["shared", "full", "full", "full"]},
             "the first of them full",
         ),
+        (GlmMoeDsaForCausalLM, {**INDEXED, "indexer_rope_interleave": False}, "indexer_rope_interleave=False"),
         (GlmMoeDsaForCausalLM, {**INDEXED, "index_topk_pattern": "FSXF"}, "each full or shared"),
         (LongcatFlashForCausalLM, {**LONGCAT, "zero_expert_type": "drop"}, "zero_expert_type='drop'"),
         (LongcatFlashForCausalLM, {**LONGCAT, "router_bias": True}, "router_bias=True"),

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenspeed.verify.endpoint import EndpointError, _outcome
+from tokenspeed.verify.endpoint import EndpointError, outcome_of
 from tokenspeed.verify.harness import judge
 from tokenspeed.verify.items import (
     Item,
@@ -137,11 +137,11 @@ def choice(**changes: Any) -> dict[str, Any]:
 
 
 def test_a_reply_of_a_server_is_read_by_ids() -> None:
-    outcome = _outcome(choice(), {"prompt_tokens_details": {"cached_tokens": 16}})
+    outcome = outcome_of(choice(), {"prompt_tokens_details": {"cached_tokens": 16}})
     assert (outcome.token_ids, outcome.bits, outcome.cached_tokens) == ((7,), (float_bits(-1.5),), 16)
 
 
 @pytest.mark.parametrize("reply", [choice(tokens=["hello"]), {"logprobs": None}, choice(token_logprobs=None)])
 def test_a_reply_that_cannot_be_compared_is_an_error(reply: dict[str, Any]) -> None:
     with pytest.raises(EndpointError):
-        _outcome(reply, {})
+        outcome_of(reply, {})

@@ -190,8 +190,8 @@ def launch(prepared: Prepared, progress: Progress | None = None) -> Engine:
         staging = WeightStaging(prepared.checkpoint, lambda: rebuild(prepared), prepared.machine.device)
         options = replace(engine_options(prepared), weight_version=version_of(certificate.bits["weights"]["sha256"]))
         engine = Engine(prepared.built.model, prepared.built.operators, tokenizer, options, certificate, staging)
-        for done, total in engine.record_steps():
-            report("recording decode steps", done, total)
+        for done, total in engine.warm_up():
+            report("warming up", done, total)
     return engine
 
 

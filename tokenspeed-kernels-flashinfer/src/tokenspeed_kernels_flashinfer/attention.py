@@ -12,12 +12,8 @@ import flashinfer
 import torch
 
 from tokenspeed.kernels.operators import PAGE_SIZE
+from tokenspeed_kernels_flashinfer.pages import ragged_pages, workspace
 from tokenspeed_kernels_flashinfer.rows import check_dtype
-
-WORKSPACE_BYTES = 128 << 20
-"""What flashinfer's documentation asks for: room for the partial results of split rows."""
-
-_workspaces: dict[torch.device, torch.Tensor] = {}
 
 
 def paged(
@@ -67,14 +63,12 @@ def _attend(
     rows = int(query_starts[-1])
     if not rows:
         return out
-    pages = (context_lens + (PAGE_SIZE - 1)) // PAGE_SIZE
-    page_starts = torch.nn.functional.pad(pages.cumsum(0), (1, 0)).to(torch.int32)
-    in_use = torch.arange(page_tables.shape[1], device=q.device) < pages.unsqueeze(-1)
-    wrapper: Any = flashinfer.BatchPrefillWithPagedKVCacheWrapper(_workspace(q.device), "NHD")
+    page_starts, pages = ragged_pages(context_lens, page_tables)
+    wrapper: Any = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(q.device), "NHD")
     wrapper.plan(
         query_starts,
         page_starts,
-        page_tables[in_use],
+        pages,
         (context_lens - 1) % PAGE_SIZE + 1,
         num_heads,
         k_cache.shape[2],
@@ -90,9 +84,3 @@ def _attend(
     )
     out[:rows] = wrapper.run(q[:rows].contiguous(), (k_cache, v_cache))
     return out
-
-
-def _workspace(device: torch.device) -> torch.Tensor:
-    if device not in _workspaces:
-        _workspaces[device] = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-    return _workspaces[device]

@@ -72,6 +72,8 @@ class DeepseekV32ForCausalLM(DenseCausalLM):
             fields.refuse("q_lora_rank", "the indexer's queries come from the latent of the queries")
         shape = read_dense(fields, head_dim=latent.rope_dim, max_positions=163840)
         fields.only("rope_interleave", (True,), "the attention rotates neighbouring features")
+        reason = "the architecture says which features its indexer rotates"
+        fields.only("indexer_rope_interleave", (self.index_interleaved,), reason)
         fields.only("mlp_bias", (False,), "projections of the MLP have no bias")
         bias = fields.flag("attention_bias", False)
         feed_forward = read_feed_forward(fields, shape.num_layers)

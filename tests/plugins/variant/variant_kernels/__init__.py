@@ -19,6 +19,7 @@ _ROLES = {
 _TRAITS = {
     "cache.write": {"kv_layout": {"nhd"}},
     "attention.paged": {"kv_layout": {"nhd"}},
+    "sampling.sample": {"stream": {"per-request"}},
     "sampling.logprobs": {"block_order": {"aok_tree"}},
 }
 _PREPARE = {"gemm.linear": "variant_kernels.gemm:prepare"}

@@ -65,6 +65,8 @@ def dump(
     sequences = [_ids(folder, row) for row in rows]
     if not sequences:
         raise ConfigError("--prompts holds no lines")
+    if not new_tokens and (short := [row["line"] for row, ids in zip(rows, sequences, strict=True) if len(ids) < 2]):
+        raise RequestError(f"line {short[0]}: one token alone has no log-probability; give more, or --generate")
     replies = _generate(config, profile, sequences, new_tokens, temperature) if new_tokens else []
     if config.threads:
         torch.set_num_threads(config.threads)

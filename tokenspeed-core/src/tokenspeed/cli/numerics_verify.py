@@ -41,7 +41,9 @@ def verify(
     The engine runs in this process under rl-bitwise (unless --numerics says otherwise), and once more as a server in
     another one. Every scenario must also prove that its mechanism was at work: requests shared a batch, prefixes came
     from the cache, requests were preempted. The first difference is located by request, position, layer and operator.
-    The exit status is 1 when anything differs or proves nothing.
+
+    With --url, what the server does not report (prompt logprobs, seeds of samples, cached tokens) is listed as not
+    tested. The exit status is 1 when anything differs, proves nothing or was not tested; --only says what to test.
     """
     from tokenspeed.cli.verify_display import VerifyDisplay
 

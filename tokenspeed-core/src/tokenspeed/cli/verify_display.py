@@ -12,7 +12,13 @@ from rich.text import Text
 
 from tokenspeed.verify.report import Report, Result
 
-_STYLES = {"holds": "green", "differs": "bold red", "vacuous": "bold yellow", "failed": "bold red"}
+_STYLES = {
+    "holds": "green",
+    "differs": "bold red",
+    "vacuous": "bold yellow",
+    "failed": "bold red",
+    "not tested": "yellow",
+}
 
 
 class VerifyDisplay:
@@ -47,7 +53,7 @@ class VerifyDisplay:
             self._live.update(self._table())
         elif over:
             self._console.print(
-                f"{result.verdict:8}{result.scenario:12}{result.compared:5} replies{result.seconds:7.1f} s  "
+                f"{result.verdict:11}{result.scenario:16}{result.compared:5} replies{result.seconds:7.1f} s  "
                 f"{result.states}",
                 highlight=False,
                 markup=False,
@@ -66,10 +72,14 @@ class VerifyDisplay:
             out.print(f"fingerprint  {report.fingerprint}", highlight=False)
         if report.result_digest:
             out.print(f"results      {report.result_digest[:16]}", highlight=False)
-        bad = [result.scenario for result in report.results if result.verdict != "holds"]
+        bad = [result.scenario for result in report.results if result.verdict not in ("holds", "not tested")]
+        untested = [result.scenario for result in report.results if result.verdict == "not tested"]
         compared = sum(result.compared for result in report.results)
         if report.holds:
             out.print(f"every equality holds: {compared} replies compared, 0 differing bits", style="bold green")
+        elif compared and not bad:
+            out.print(f"what could be tested holds ({compared} replies compared), but", style="yellow")
+            out.print(f"NOT TESTED: {', '.join(untested)}", style="bold yellow")
         else:
             out.print(f"NOT VERIFIED: {', '.join(bad) or 'nothing was compared'}", style="bold red")
 
@@ -109,6 +119,8 @@ def _proof(result: Result) -> str:
 
 def explain(result: Result) -> list[str]:
     """What is wrong with a result, for people; nothing when it holds."""
+    if result.not_tested:
+        return [f"{result.scenario}: not tested, {result.not_tested}"]
     lines = [f"{result.scenario}: {finding.describe()}" for finding in result.findings]
     if result.differing > len(result.findings):
         lines.append(f"{result.scenario}: {result.differing - len(result.findings)} more replies differ")

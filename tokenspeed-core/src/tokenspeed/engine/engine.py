@@ -172,9 +172,13 @@ class Engine:
         """Names the weights that compute from now on; stamped on every update."""
         return self._weight_version
 
-    def add(self, request: Request) -> None:
-        """Queue one sample. Raises RequestError (and keeps nothing) when it can never run."""
-        validate(request, self.limits)
+    def add(self, request: Request, *, is_checked: bool = False) -> None:
+        """Queue one sample. Raises RequestError (and keeps nothing) when it can never run.
+
+        `is_checked` for a further sample of a request of which another one was accepted.
+        """
+        if not is_checked:
+            validate(request, self.limits)
         if self._scheduler.find(request.id) is not None:
             raise RequestError(f"request id {request.id!r} is in use", param="request_id", code="duplicate_request_id")
         params = request.params
@@ -204,14 +208,19 @@ class Engine:
         self._step_seconds += time.perf_counter() - started
         return updates
 
-    def record_steps(self) -> Iterator[tuple[int, int]]:
-        """Record the decode steps of every bucket before the first request; yields how many are done, and of how many.
+    def warm_up(self) -> Iterator[tuple[int, int]]:
+        """Compute the largest step once, and record the decode steps of every bucket, before the first request.
 
-        Without it a bucket is recorded when it is first needed.
+        Yields how much is done, and of how much. The first shows at once that the memory is enough, and compiles what a
+        GPU's kernels compile. Without it a bucket is recorded when it is first needed. A CPU has nothing to warm up.
         """
         graphs = self._runner.graphs
+        total = int(self._device.asynchronous) + (0 if graphs is None else len(graphs.buckets))
+        if self._device.asynchronous:
+            self._rehearse(self._runner.build_largest())
+            yield 1, total
         if graphs is not None:
-            yield from ((done, len(graphs.buckets)) for done in graphs.record_all())
+            yield from ((done + int(self._device.asynchronous), total) for done in graphs.record_all())
 
     @property
     def replays(self) -> int:
@@ -375,6 +384,13 @@ class Engine:
         """A decode step, for recording: logits and tokens of every row, one for each sequence."""
         logits = self._runner.model.compute_logits(self._runner.forward(inputs.batch))
         return logits, self._operators.sample(logits, *inputs.columns)
+
+    @torch.inference_mode()
+    def _rehearse(self, inputs: StepInputs) -> None:
+        hidden = self._runner.forward(inputs.batch)
+        logits = self._runner.model.compute_logits(hidden[inputs.batch.logits_rows])
+        tokens = self._operators.sample(logits, *inputs.columns)
+        self._device.read(tokens, *self._logprobs.start(logits, tokens, inputs.columns.temperature))()
 
     def _start_reading(self, logits: torch.Tensor, tokens: torch.Tensor, rows: StepRows) -> Reading:
         """Start copying tokens to the host, and the logprobs of all of them if somebody asks for one."""

@@ -61,13 +61,16 @@ class HostArrays:
     sampled_positions: np.ndarray
 
     def pad(self, sequences: int) -> None:
-        """Let the rows of a decode step behind `sequences` belong to no sequence; `Sampler.fill` pads its columns."""
+        """Let the rows behind the first `sequences`, one for each, belong to no sequence; they are sampled greedily."""
         self.token_ids[sequences:] = 0
         self.positions[sequences:] = 0
         self.slots[sequences:] = -1
         self.query_starts[sequences:] = sequences
         self.context_lens[sequences:] = 0
         self.page_tables[sequences:] = 0
+        for column in (self.logits_rows, self.temperature, self.top_k, self.min_p, self.seeds, self.sampled_positions):
+            column[sequences:] = 0
+        self.top_p[sequences:] = 1
 
 
 _BATCH = ("token_ids", "positions", "slots", "query_starts", "context_lens", "page_tables", "logits_rows")

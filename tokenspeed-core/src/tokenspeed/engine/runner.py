@@ -103,8 +103,8 @@ class Runner:
         self.observer: Observer | None = None
         self._model = model
         self._cache = cache
-        largest = Shape(token_budget, max_seats, cache.page_tables.shape[1], max_seats)
-        self._inputs = InputBuffers(device, largest, cache.tensors)
+        self._largest = Shape(token_budget, max_seats, cache.page_tables.shape[1], max_seats)
+        self._inputs = InputBuffers(device, self._largest, cache.tensors)
         self._count_up = np.arange(token_budget + 1, dtype=np.int64)
         self.graphs = DecodeGraphs(device, self._inputs, buckets, decode) if buckets and decode is not None else None
 
@@ -138,6 +138,13 @@ class Runner:
         host = self._take(schedule, rows, [state.length + 1 for state in states])
         host.token_ids[: len(states)] = sources
         return self._built(schedule, rows)
+
+    def build_largest(self) -> StepInputs:
+        """The largest step there can be, uploaded; its rows belong to nobody."""
+        inputs = self._inputs.take(self._largest)
+        inputs.host.pad(0)
+        inputs.upload()
+        return inputs
 
     @torch.inference_mode()
     def feed(self, batch: ForwardBatch, tokens: torch.Tensor) -> None:

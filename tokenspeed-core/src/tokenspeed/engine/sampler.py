@@ -64,7 +64,7 @@ class Sampler:
         self._owner: list[RequestState | None] = [None] * max_seats
 
     def fill(self, states: list[RequestState], host: HostArrays, ahead: int = 0) -> None:
-        """Write the columns of `states` into the first rows; rows behind them are greedy, and nobody reads them.
+        """Write the columns of `states` into the first rows.
 
         `ahead` tokens of each state are sampled and not known yet.
         """
@@ -79,10 +79,6 @@ class Sampler:
         host.min_p[:count] = self._min_p[seats]
         host.seeds[:count] = self._seed[seats]
         host.sampled_positions[:count] = [state.length + ahead for state in states]
-        if count < len(host.temperature):
-            for column in (host.temperature, host.top_k, host.min_p, host.seeds, host.sampled_positions):
-                column[count:] = 0
-            host.top_p[count:] = 1
 
     def sample(
         self,

@@ -37,12 +37,19 @@ KNOWN_DISTRIBUTIONS = (
         ),
         devices=frozenset({"cpu", "cuda"}),
         features=frozenset({BATCH_INVARIANT}),
-        traits=frozenset({("combine_order", "slot"), ("slot_order", "sorted"), ("block_order", "aok_tree")}),
+        traits=frozenset(
+            {
+                ("combine_order", "slot"),
+                ("slot_order", "sorted"),
+                ("block_order", "aok_tree"),
+                ("stream", "per-request"),
+            }
+        ),
     ),
     KnownDistribution(
         "tokenspeed-kernels-flashinfer",
         "pip install 'tokenspeed[flashinfer]'",
-        operators=frozenset({"norm", "rope", "activation", "attention"}),
+        operators=frozenset({"norm", "rope", "activation", "attention", "moe", "sampling"}),
         devices=frozenset({"cuda"}),
     ),
     KnownDistribution("tokenspeed-models", "pip install 'tokenspeed[models]'"),

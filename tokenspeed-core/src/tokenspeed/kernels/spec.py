@@ -23,6 +23,12 @@ CUDA_GRAPH = "cuda_graph"
 WEIGHT_FORMAT = "weight_format"
 """Trait: how a quantised checkpoint stores the weights a kernel reads: `quant_method`, or `quant_method:format`."""
 
+STREAM = "stream"
+"""Trait of `sampling.sample`: where its noise comes from."""
+
+PER_REQUEST = "per-request"
+"""Value of `stream`: the published function of seed, position and token id."""
+
 TraitValue = str | int
 
 

@@ -12,12 +12,16 @@ import torch
 from torch import nn
 
 from tokenspeed.engine.batch import ForwardBatch
+from tokenspeed.kernels.operators import PAGE_SIZE
 from tokenspeed.layers.attention import KVSpec
 from tokenspeed.layers.context import LayerContext, Operation
 from tokenspeed.layers.linear import Linear
 from tokenspeed.layers.mla import LatentAttention, LatentShape
 from tokenspeed.layers.norm import LayerNorm
 from tokenspeed.layers.rope import RotaryEmbedding
+
+MOST_SCORES = 1 << 24
+"""Scores that exist at a time (64 MiB); a step with more queries of long contexts is scored part by part."""
 
 
 @dataclass(frozen=True)
@@ -75,16 +79,30 @@ class Indexer(nn.Module):
         q, k = self.rotary(q, self.k_norm(self.wk(x)).unsqueeze(1), batch.positions)
         _, keys = batch.kv_caches[self.layer]
         self.write(k.squeeze(1), keys, batch.slots)
+        weights = self.weights_proj(x).to(torch.float32) * shape.num_heads**-0.5
+        rows = max(1, MOST_SCORES // max(1, PAGE_SIZE * batch.page_tables.shape[1]))
+        parts = [self._choose_rows(q, weights, batch, at, min(at + rows, len(x))) for at in range(0, len(x), rows)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _choose_rows(
+        self, q: torch.Tensor, weights: torch.Tensor, batch: ForwardBatch, begin: int, end: int
+    ) -> torch.Tensor:
+        """The choice of the queries [begin, end): as if the others came in another step."""
+        starts, lengths = batch.query_starts, batch.context_lens
+        if end - begin < len(q):
+            # A sequence ends where its last query in this part stands, or before its first one.
+            lengths = lengths - (starts[1:] - starts[1:].clamp(max=end).maximum(starts[:-1]))
+            starts = starts.clamp(begin, end) - begin
         scores = self.score(
-            q,
-            self.weights_proj(x).to(torch.float32) * shape.num_heads**-0.5,
-            keys,
-            batch.query_starts,
-            batch.context_lens,
+            q[begin:end],
+            weights[begin:end],
+            batch.kv_caches[self.layer][1],
+            starts,
+            lengths,
             batch.page_tables,
-            shape.head_dim**-0.5,
+            self.shape.head_dim**-0.5,
         )
-        indices: torch.Tensor = self.choose(scores, batch.positions, shape.top_k)
+        indices: torch.Tensor = self.choose(scores, batch.positions[begin:end], self.shape.top_k)
         return indices
 
 

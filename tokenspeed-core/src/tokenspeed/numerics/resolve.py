@@ -233,6 +233,8 @@ def _traits(values: Mapping[str, str], trainer: Trainer | None) -> Mapping[str, 
     traits: dict[str, Mapping[str, TraitValue]] = {}
     if values["moe_combine_order"] == "slot":
         traits["moe.experts"] = MappingProxyType({"combine_order": "slot"})
+    if values["sampling_stream"] == "per-request":
+        traits["sampling.sample"] = MappingProxyType({"stream": "per-request"})
     if values["dsa_slot_order"] == "sorted":
         traits["attention.sparse_paged"] = MappingProxyType({"slot_order": "sorted"})
     if trainer and values["logprob_order"] == "megatron":

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from tokenspeed.kernels.operators import Operator
+from tokenspeed.kernels.reference.sampling import kept_ids
 from tokenspeed.testing.cases import Results
 from tokenspeed.testing.memory import same_bits
 
@@ -16,6 +17,8 @@ _FLOOR = {"sampling.logprobs": 1.0}
 
 _CLOSE_CALL = 2e-5
 """A sampled id is right, too, when raising its logit by this part of the largest makes the reference choose it."""
+
+_FILTERS = ("temperature", "top_k", "top_p", "min_p")
 
 
 def tolerance(operator: Operator, dtype: torch.dtype) -> float:
@@ -79,6 +82,18 @@ def spell_difference(expected: Sequence[torch.Tensor], got: Sequence[torch.Tenso
             count = f"{len(places)} of {a.numel()} differ"
             return f"element {at} of output {number} is {new!r}, expected {old!r}{same}; {count}"
     return f"{len(got)} outputs, expected {len(expected)}"
+
+
+def may_be_drawn(arguments: Mapping[str, Any], row: int, chosen: int) -> bool:
+    """Whether a sampler with a stream of its own may draw `chosen` for this row: it is kept, or ties with what is."""
+    logits = arguments["logits"][row].to(torch.float32)
+    temperature, top_k, top_p, min_p = (float(arguments[role][row]) for role in _FILTERS)
+    if temperature == 0 or not 0 <= chosen < len(logits) or not logits.amax().isfinite():
+        return False
+    logits = logits.clone()
+    logits[chosen] += _CLOSE_CALL * max(1.0, float(logits[logits.isfinite()].abs().amax()))
+    z = logits / temperature
+    return bool(z[chosen] >= z[kept_ids(z, int(top_k), top_p, min_p)].amin())
 
 
 def is_close_call(reference: Any, arguments: Mapping[str, Any], row: int, chosen: int) -> bool:

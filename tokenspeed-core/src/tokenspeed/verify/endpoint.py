@@ -7,8 +7,10 @@ since a shortest decimal (of a float or of the double that holds it) reads back 
 
 from __future__ import annotations
 
+import hashlib
 import http.client
 import json
+import re
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -42,6 +44,10 @@ class EndpointError(TokenspeedError):
     """The server cannot be used for this: unreachable, an error status, or a reply that lacks what is compared."""
 
 
+_EXTENSIONS = ("ignore_eos", "return_tokens_as_token_ids")
+"""Fields that OpenAI's own interface does not have; they are left out for a server that refuses them."""
+
+
 @dataclass(frozen=True)
 class Reply:
     """One choice of a reply. `seed` is what the server says it used, None when it says nothing."""
@@ -53,7 +59,10 @@ class Reply:
 
 @dataclass
 class Endpoint:
-    """`url` is the server's root, with or without `/v1`. `model` is asked of the server when not given."""
+    """`url` is the server's root, with or without `/v1`. `model` is asked of the server when not given.
+
+    `names_ids` is off for a server that names tokens by their text; ids in outcomes are then digests of the text.
+    """
 
     url: str
     api_key: str | None = None
@@ -62,6 +71,8 @@ class Endpoint:
     longest: int = 0
     fingerprint: str = ""
     is_ours: bool = False
+    names_ids: bool = True
+    _without: frozenset[str] = field(default=frozenset(), repr=False)
     _root: str = field(default="", repr=False)
 
     def __post_init__(self) -> None:
@@ -79,6 +90,20 @@ class Endpoint:
         self.is_ours = "fingerprint" in numerics
         self.fingerprint = str(numerics.get("fingerprint", ""))
 
+    def settle(self, item: Item) -> None:
+        """Find out in which form a server that is not ours answers a plain request. EndpointError when it does not."""
+        for without in (frozenset[str](), *(frozenset({name}) for name in _EXTENSIONS), frozenset(_EXTENSIONS)):
+            self._without = without
+            try:
+                reply = self.post("/v1/completions", self._body(item))
+            except EndpointError as error:
+                refusal = error
+                continue
+            tokens = (reply["choices"][0].get("logprobs") or {}).get("tokens") or []
+            self.names_ids = all(_ID.fullmatch(token) for token in tokens)
+            return
+        raise refusal
+
     def get(self, path: str) -> dict[str, Any]:
         """A JSON document."""
         with self._connection() as connection:
@@ -93,7 +118,8 @@ class Endpoint:
         """Every choice of one request, not streamed."""
         reply = self.post("/v1/completions", self._body(item, **more))
         usage = reply.get("usage") or {}
-        return [_reply(choice, usage, reply.get("system_fingerprint")) for choice in reply["choices"]]
+        fingerprint = reply.get("system_fingerprint")
+        return [Reply(self._outcome(choice, usage), choice.get("seed"), fingerprint) for choice in reply["choices"]]
 
     def one(self, item: Item, **more: Any) -> Outcome:
         """The only choice of one request."""
@@ -108,7 +134,7 @@ class Endpoint:
             response = self._request(connection, "POST", "/v1/completions", self._body(item, stream=True))
             for number, piece in enumerate(_events(response)):
                 for choice in piece.get("choices", ()):
-                    part = _outcome(choice, {})
+                    part = self._outcome(choice, {})
                     ids += part.token_ids
                     bits += part.bits
                     reason = part.finish_reason or reason
@@ -148,7 +174,10 @@ class Endpoint:
         for name in _OPTIONAL:
             if getattr(params, name) != getattr(plain, name):
                 body[name] = getattr(params, name)
-        return {**body, **more}
+        return {k: v for k, v in {**body, **more}.items() if k not in self._without and v is not None}
+
+    def _outcome(self, choice: dict[str, Any], usage: dict[str, Any]) -> Outcome:
+        return outcome_of(choice, usage, names_ids=self.names_ids)
 
     @contextmanager
     def _connection(self) -> Iterator[http.client.HTTPConnection]:
@@ -194,11 +223,11 @@ def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
             yield json.loads(line[6:])
 
 
-def _reply(choice: dict[str, Any], usage: dict[str, Any], fingerprint: str | None) -> Reply:
-    return Reply(_outcome(choice, usage), choice.get("seed"), fingerprint)
+_ID = re.compile(r"token_id:(\d+)")
 
 
-def _outcome(choice: dict[str, Any], usage: dict[str, Any]) -> Outcome:
+def outcome_of(choice: dict[str, Any], usage: dict[str, Any], *, names_ids: bool = True) -> Outcome:
+    """One choice as bits. EndpointError when it has no token logprobs, or names a token otherwise than by its id."""
     logprobs = choice.get("logprobs") or {}
     tokens, values = logprobs.get("tokens"), logprobs.get("token_logprobs")
     if tokens is None or values is None:
@@ -208,7 +237,7 @@ def _outcome(choice: dict[str, Any], usage: dict[str, Any]) -> Outcome:
     )
     details = usage.get("prompt_tokens_details") or {}
     return Outcome(
-        tuple(_token_id(token) for token in tokens),
+        tuple(_token_id(token) if names_ids else _digest(token) for token in tokens),
         tuple(float_bits(value) for value in values),
         prompt,
         finish_reason=choice.get("finish_reason"),
@@ -217,7 +246,12 @@ def _outcome(choice: dict[str, Any], usage: dict[str, Any]) -> Outcome:
 
 
 def _token_id(token: str) -> int:
-    head, _, number = token.rpartition("token_id:")
-    if head or not number.isdecimal():
+    found = _ID.fullmatch(token)
+    if found is None:
         raise EndpointError(f"the server names the token {token!r}; `return_tokens_as_token_ids` should make it an id")
-    return int(number)
+    return int(found[1])
+
+
+def _digest(token: str) -> int:
+    """A number for a token that is known by its text."""
+    return int.from_bytes(hashlib.sha256(token.encode()).digest()[:8], "big")

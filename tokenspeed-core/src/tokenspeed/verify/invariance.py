@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
+from tokenspeed.verify.abilities import Abilities, probe
 from tokenspeed.verify.endpoint import Endpoint
 from tokenspeed.verify.harness import Listener, judge
 from tokenspeed.verify.items import result_digest
 from tokenspeed.verify.lab import Lab
-from tokenspeed.verify.report import Report
+from tokenspeed.verify.report import Report, Result
 from tokenspeed.verify.scenarios import SCENARIOS, Check, Stage, Work, thread_numbers
 from tokenspeed.verify.served import SERVED, Expected, ServedScenario, ServedStage
 from tokenspeed.verify.trace import locate
@@ -66,13 +67,21 @@ def verify_served(
 
     `alone` computes what a reply must be; without it the server's own reply to the request alone counts.
     """
-    stage = ServedStage(endpoint, work, vocab_size, alone or endpoint.one)
+    able = Abilities() if endpoint.is_ours else probe(endpoint)
+    stage = ServedStage(endpoint, work, vocab_size, alone or endpoint.one, able)
     for scenario in scenarios:
         name = f"{HTTP}{scenario.name}"
-        if (only and name not in only) or (scenario.needs_ours and not endpoint.is_ours):
+        if only and name not in only:
             continue
         states = scenario.states if alone is None else f"{scenario.states}, as in this process"
+        if lacking := [f"no {need}: {able.missing[need]}" for need in scenario.needs if need in able.missing]:
+            report.results.append(Result(name, states, {}, not_tested="; ".join(lacking)))
+            listener(report.results[-1], True)
+            continue
         report.results.append(judge(name, states, dict(scenario.proof), scenario.run(stage), listener=listener))
+    if not only:
+        for kind, reason in able.refused.items():
+            report.results.append(Result(f"{HTTP}{kind}", f"replies sampled with {kind}", {}, not_tested=reason))
 
 
 HTTP = "http-"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import random
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -190,15 +190,24 @@ SAMPLING: tuple[tuple[str, dict[str, object]], ...] = (
 _LENGTHS = (5, 17, 1, 33, 64, 16, 65, 100, 15, 129, 31, 200, 63, 128, 2, 257, 127, 48, 255, 90)
 
 
-def make_items(count: int, *, vocab_size: int, longest: int, output_tokens: int, seed: int = 1) -> list[Item]:
-    """`count` random prompts of ragged lengths, each sampled in one of the ways of `SAMPLING`.
+def make_items(
+    count: int,
+    *,
+    vocab_size: int,
+    longest: int,
+    output_tokens: int,
+    seed: int = 1,
+    kinds: Collection[str] | None = None,
+) -> list[Item]:
+    """`count` random prompts of ragged lengths, each sampled in one of the ways of `SAMPLING` (or of `kinds` of them).
 
     No prompt and its output together are longer than `longest`. Equal arguments give equal items on every machine.
     """
     source = random.Random(seed)
+    ways = [way for way in SAMPLING if kinds is None or way[0] in kinds]
     items = []
     for index in range(count):
-        kind, params = SAMPLING[index % len(SAMPLING)]
+        kind, params = ways[index % len(ways)]
         output = min(output_tokens, longest - 1)
         length = min(_LENGTHS[index % len(_LENGTHS)], longest - output)
         prompt = tuple(source.randrange(vocab_size) for _ in range(length))

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from tokenspeed.verify.items import Difference
 
-Verdict = Literal["holds", "differs", "vacuous", "failed"]
+Verdict = Literal["holds", "differs", "vacuous", "failed", "not tested"]
 
 DIFFERENCES_KEPT = 5
 
@@ -32,7 +32,8 @@ class Finding:
 class Result:
     """One scenario. `compared` counts replies, `tokens` their tokens, `differing` the replies that were wrong.
 
-    `missing` names the counters that did not reach what the scenario must prove; `error` is set when it broke down.
+    `missing` names the counters that did not reach what the scenario must prove; `error` is set when it broke down, and
+    `not_tested` when a server does not report what would be compared.
     """
 
     scenario: str
@@ -45,6 +46,7 @@ class Result:
     findings: list[Finding] = field(default_factory=list)
     seconds: float = 0.0
     error: str = ""
+    not_tested: str = ""
 
     @property
     def missing(self) -> list[str]:
@@ -55,6 +57,8 @@ class Result:
     @property
     def verdict(self) -> Verdict:
         """A difference outweighs everything; nothing compared, or no proof, is vacuous."""
+        if self.not_tested:
+            return "not tested"
         if self.differing:
             return "differs"
         if self.error:
@@ -74,6 +78,7 @@ class Result:
             "missing": self.missing,
             "findings": [finding.describe() for finding in self.findings],
             "error": self.error,
+            "not_tested": self.not_tested,
             "seconds": round(self.seconds, 2),
         }
 
@@ -91,7 +96,7 @@ class Report:
 
     @property
     def holds(self) -> bool:
-        """Every scenario ran, proved its mechanism and found no difference."""
+        """Every scenario ran, proved its mechanism and found no difference; what was not tested does not hold."""
         return bool(self.results) and all(result.verdict == "holds" for result in self.results)
 
     def as_dict(self) -> dict[str, Any]:

@@ -15,6 +15,8 @@ from functools import cached_property
 
 from tokenspeed.engine.seeds import sample_seeds
 from tokenspeed.kernels.operators import PAGE_SIZE
+from tokenspeed.verify import abilities
+from tokenspeed.verify.abilities import Abilities
 from tokenspeed.verify.endpoint import Endpoint
 from tokenspeed.verify.items import Item, Outcome, make_item, make_items
 from tokenspeed.verify.scenarios import PREFIX_LENGTHS, Check, Trial, Work
@@ -24,13 +26,13 @@ Expected = Callable[[Item], Outcome]
 
 @dataclass(frozen=True)
 class ServedScenario:
-    """As `Scenario`. `needs_ours` where it reads what only our servers report."""
+    """As `Scenario`. `needs` names what a server must report (`abilities.py`)."""
 
     name: str
     states: str
     proof: Mapping[str, int]
     run: Callable[[ServedStage], Iterator[Trial]]
-    needs_ours: bool = False
+    needs: tuple[str, ...] = ()
 
 
 @dataclass
@@ -41,6 +43,7 @@ class ServedStage:
     work: Work
     vocab_size: int
     alone: Expected
+    able: Abilities = field(default_factory=Abilities)
     _known: dict[tuple[tuple[int, ...], bytes], Outcome] = field(default_factory=dict)
 
     @cached_property
@@ -51,6 +54,7 @@ class ServedStage:
             vocab_size=self.vocab_size,
             longest=min(self.endpoint.longest, 1024),
             output_tokens=self.work.output_tokens,
+            kinds=self.able.kinds,
         )
 
     def tokens(self, count: int, seed: int) -> list[int]:
@@ -172,21 +176,31 @@ def _mixed(stage: ServedStage) -> Iterator[Trial]:
 
 SERVED: tuple[ServedScenario, ...] = (
     ServedScenario("served", "a request alone = the same again", {"requests": 10}, _process),
-    ServedScenario("streaming", "streamed = not streamed", {"streams": 5}, _streaming),
+    ServedScenario("streaming", "streamed = not streamed", {"streams": 5}, _streaming, (abilities.STREAMED_LOGPROBS,)),
     ServedScenario("batch", "alone = many at once", {"requests at once": 64}, _batch),
     ServedScenario("order", "any order of arrival", {"orders": 2}, _order),
     ServedScenario("neighbours", "any neighbours, cancelled or not", {"cancelled": 4, "neighbours": 6}, _neighbours),
     ServedScenario("seeds", "seeded among unseeded requests", {"different unseeded replies": 4}, _mixed),
     ServedScenario(
-        "prefix", "cold = prefix from the cache", {"prefix lengths": 7, "cached tokens": PAGE_SIZE}, _prefix
+        "prefix",
+        "cold = prefix from the cache",
+        {"prefix lengths": 7, "cached tokens": PAGE_SIZE},
+        _prefix,
+        (abilities.CACHED_TOKENS,),
     ),
-    ServedScenario("prefill", "decode = prompt logprobs", {"teacher-forced tokens": 50}, _prefill),
+    ServedScenario(
+        "prefill",
+        "decode = prompt logprobs",
+        {"teacher-forced tokens": 50},
+        _prefill,
+        (abilities.PROMPT_LOGPROBS,),
+    ),
     ServedScenario(
         "samples",
         "n samples = n requests with the reported seeds",
         {"seeds as documented": 6, "different samples": 4, "fresh seeds": 4},
         _samples,
-        needs_ours=True,
+        needs=(abilities.SAMPLE_SEEDS,),
     ),
     ServedScenario("later", "first request = later ones", {"repetitions": 3}, _later),
 )

@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 
+from tokenspeed.verify.abilities import PREEMPTIONS
 from tokenspeed.verify.items import SAMPLING, Item, Outcome, make_item
 from tokenspeed.verify.scenarios import Check, Trial
 from tokenspeed.verify.served import ServedScenario, ServedStage
@@ -35,7 +36,7 @@ def soak_scenario(seconds: float) -> ServedScenario:
         f"{CLIENTS} clients, random arrivals and cancellations, too few pages",
         proof,
         lambda stage: _soak(stage, seconds),
-        needs_ours=True,
+        needs=(PREEMPTIONS,),
     )
 
 

@@ -20,6 +20,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 _TRAITS: dict[str, dict[str, tuple[TraitValue, ...]]] = {
     "moe.route": {"form": ("fused", "torch")},
     "moe.experts": {"combine_order": ("rank", "slot")},
+    "sampling.sample": {"stream": ("per-request",)},
     "attention.sparse_paged": {"slot_order": ("selection", "sorted")},
 }
 

@@ -7,12 +7,13 @@ from dataclasses import replace
 
 import torch
 
+from tokenspeed.kernels.spec import PER_REQUEST, STREAM
 from tokenspeed.testing.cases import Case, Side, one_call
-from tokenspeed.testing.compare import differing, error, is_close_call, spell_difference, tolerance
+from tokenspeed.testing.compare import differing, error, is_close_call, may_be_drawn, spell_difference, tolerance
 from tokenspeed.testing.inputs import Recipe
 from tokenspeed.testing.paged import WriteCase
 from tokenspeed.testing.probes import probes
-from tokenspeed.testing.trial import FEW, Fault, Trial
+from tokenspeed.testing.trial import FEW, Fault, Trial, declared_sizes
 
 
 def agreement(trial: Trial) -> Iterator[Fault]:
@@ -45,8 +46,10 @@ def agrees(trial: Trial, case: Case, side: Side, measure: float | None = None) -
 def _close_call(trial: Trial, case: Case, side: Side, unit: int, chosen: torch.Tensor) -> bool:
     if trial.subject.spec.operator != "sampling.sample" or chosen.dim():
         return False
-    arguments = case.arguments(trial.reference, side)
-    return is_close_call(trial.reference.run, arguments, side.calls[0].index(unit), int(chosen))
+    arguments, row = case.arguments(trial.reference, side), side.calls[0].index(unit)
+    if PER_REQUEST not in trial.subject.spec.traits.get(STREAM, (PER_REQUEST,)):
+        return may_be_drawn(arguments, row, int(chosen))
+    return is_close_call(trial.reference.run, arguments, row, int(chosen))
 
 
 def accumulation(trial: Trial) -> Iterator[Fault]:
@@ -60,7 +63,7 @@ def accumulation(trial: Trial) -> Iterator[Fault]:
                 "accumulation",
                 {"window": 0, "lengths": (1, 1200)},
             )
-            case = trial.case(recipe)
+            case = trial.case(declared_sizes(recipe, trial.subject.spec))
             yield from agrees(trial, case, one_call(case.subjects[-1:]))
         return
     for probe in probes(trial.subject.spec.operator, trial.subject.dtypes):

@@ -1,0 +1,176 @@
+"""A start on a GPU as far as it goes without one: what is planned, what is set, and what is refused in which words."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from tokenspeed import startup
+from tokenspeed.cli.main import cli
+from tokenspeed.config_sources import load_config
+from tokenspeed.engine.buckets import Bucket, plan_recording
+from tokenspeed.errors import CheckpointError, ConfigError, StartRefused
+from tokenspeed.kernels.spec import CUDA_GRAPH, KernelSpec, Need
+from tokenspeed.machine import Machine, choose_device, named_machine, read_machine
+from tokenspeed.numerics.resolve import ResolvedNumerics, resolve
+from tokenspeed.numerics.settings import GpuSettings, gpu_settings
+from tokenspeed.sizing import Footprint, Sizes, choose_sizes
+
+GIB = 1 << 30
+H200 = replace(named_machine("sm90"), gpu_memory_bytes=141 * GIB, gpu_free_bytes=140 * GIB)
+PAGE = 1 << 20
+
+
+def config(**options: Any) -> Any:
+    return load_config({"numerics": "rl-bitwise", **options}, environ={})
+
+
+def numerics(envelope: str, **given: str) -> ResolvedNumerics:
+    return resolve(envelope, None, given, device="cuda").numerics
+
+
+def test_the_plan_for_a_gpu_records_decode_steps_and_goes_ahead() -> None:
+    options = startup.engine_options(startup.prepare(config(max_num_seqs=20), H200))
+    assert options.ahead
+    assert options.device == "cuda"
+    assert options.decode_buckets[0] == Bucket(20, 128)
+    assert options.decode_buckets[-1] == Bucket(1, 64)
+    on_cpu = startup.engine_options(startup.prepare(config(), named_machine("cpu-avx2")))
+    assert (on_cpu.ahead, on_cpu.decode_buckets) == (False, ())
+
+
+def test_recording_can_be_switched_off_and_changes_no_fingerprint() -> None:
+    with_graphs = startup.prepare(config(), H200)
+    without = startup.prepare(config(decode_graphs=False), H200)
+    assert without.recording.buckets == ()
+    assert "--no-decode-graphs was given" in " ".join(without.plan.notes)
+    assert without.plan.digest == with_graphs.plan.digest
+
+
+def test_a_kernel_that_cannot_be_recorded_is_named() -> None:
+    fit = KernelSpec("fit", "gemm.linear", "a", "m:f", (), features=frozenset({CUDA_GRAPH}))
+    unfit = KernelSpec("unfit", "norm.rms", "a", "m:f", ())
+    scores = KernelSpec("scores", "sampling.logprobs", "a", "m:f", ())
+    sizes: dict[str, Any] = {"wanted": True, "max_num_seqs": 2, "max_model_len": 100}
+    assert plan_recording("cuda", [fit, scores], **sizes).buckets == (Bucket(2, 7), Bucket(1, 7))
+    refused = plan_recording("cuda", [fit, unfit], **sizes)
+    assert refused.describe() == ("decode steps are not recorded as CUDA graphs: unfit does not declare cuda_graph")
+    assert plan_recording("cpu", [fit], **sizes).reason == "the device is cpu"
+
+
+def sizes(machine: Machine, footprint: Footprint, **options: object) -> tuple[Sizes, list[str]]:
+    found, problems = choose_sizes(
+        load_config(options, environ={}), machine, max_positions=4096, bytes_per_page=PAGE, footprint=footprint
+    )
+    return found, [problem.render() for problem in problems]
+
+
+def test_the_cache_gets_what_the_gpu_has_left() -> None:
+    found, problems = sizes(H200, Footprint(weights=16 * GIB, step=2 * GIB), max_num_seqs=1000)
+    assert problems == []
+    assert found.num_pages * PAGE == (140 * GIB - int(141 * GIB * 0.08) - 34 * GIB) // PAGE * PAGE
+    assert sizes(H200, Footprint(weights=GIB), max_num_seqs=3)[0].num_pages == 3 * 256
+
+
+def test_a_gpu_that_is_too_small_is_refused_in_numbers() -> None:
+    assert sizes(H200, Footprint(weights=150 * GIB, step=2 * GIB))[1] == [
+        "[memory] the GPU has 140.00 GiB free of 141.00 GiB, which is too little\n"
+        "    weights 150.00 GiB\n"
+        "    a step of the largest size, estimated: 2.00 GiB\n"
+        "    KV cache of 1 pages: 0.00 GiB\n"
+        "    kept empty: 11.28 GiB\n"
+        "    -> free memory on the GPU, or give a smaller --kv-cache-memory, --max-num-batched-tokens or --max-num-seqs"
+    ]
+    assert "KV cache of 153600 pages: 150.00 GiB" in sizes(H200, Footprint(), kv_cache_memory=150 * GIB)[1][0]
+    # The place of a second set of weights may be given away.
+    assert sizes(H200, Footprint(weights=50 * GIB), kv_cache_memory=70 * GIB)[1] == []
+
+
+def test_a_footprint_counts_the_widest_projection_and_the_logits() -> None:
+    needs = [Need.of("gemm.linear", dtypes={}, facts={"k": 100, "n": n}) for n in (50, 300, 1000)]
+    found = Footprint.of(7, needs, tokens=10, rows=4, vocabulary=1000)
+    assert found == Footprint(7, 10 * 2 * 400 * 4 + 4 * 1000 * 8 + (64 << 20))
+
+
+def test_settings_follow_the_switches() -> None:
+    tight, problems = gpu_settings(numerics("rl-bitwise"), "cuda", {})
+    assert problems == ()
+    assert not tight.tf32
+    assert tight.environment == {
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        "NCCL_ALGO": "Ring",
+        "NCCL_PROTO": "Simple",
+    }
+    assert (
+        gpu_settings(numerics("rl-bitwise"), "cuda", {"CUBLAS_WORKSPACE_CONFIG": ":16:8"})[0].environment[
+            "CUBLAS_WORKSPACE_CONFIG"
+        ]
+        == ":16:8"
+    )
+    assert gpu_settings(numerics("auto"), "cuda", {"NCCL_ALGO": "Tree"}) == (GpuSettings(), ())
+    assert gpu_settings(numerics("rl-bitwise"), "cpu", {"NCCL_ALGO": "Tree"}) == (GpuSettings(), ())
+    alone = gpu_settings(numerics("auto", collectives="ordered"), "cuda", {})[0]
+    assert (alone.tf32, set(alone.environment)) == (True, {"NCCL_ALGO", "NCCL_PROTO"})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "needed"),
+    [
+        ("NCCL_ALGO", "Tree", "--collectives ordered needs Ring"),
+        ("NCCL_PROTO", "LL", "--collectives ordered needs Simple"),
+        ("CUBLAS_WORKSPACE_CONFIG", ":0:0", "--kernel-features batch_invariant needs :4096:8 or :16:8"),
+        ("NVIDIA_TF32_OVERRIDE", "1", "--no-tf32 needs 0"),
+    ],
+)
+def test_a_variable_that_says_the_opposite_is_refused_and_not_overwritten(
+    name: str, value: str, needed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(StartRefused) as refused:
+        startup.prepare(config(), H200)
+    assert str(refused.value) == f"[environment] {name}={value} is set, and {needed}\n    -> unset {name}"
+
+
+def test_without_a_gpu_the_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert choose_device("auto") == "cpu"
+    with pytest.raises(ConfigError, match=r"--device cuda: .*; use --device cpu"):
+        read_machine("cuda")
+    result = CliRunner().invoke(cli, ["generate", "tiny", "--device", "cuda"])
+    assert result.exit_code == 2
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES='' hides every GPU"):
+        read_machine("cuda")
+
+
+def test_a_full_gpu_refuses_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. 1 GiB is free")
+
+    prepared = startup.prepare(config(), named_machine("cpu-avx2"))
+    monkeypatch.setattr(startup, "_import_kernels", full)
+    with pytest.raises(StartRefused) as refused:
+        startup.launch(prepared)
+    assert str(refused.value).splitlines()[:4] == [
+        "[memory] CUDA out of memory",
+        "    Tried to allocate 2 GiB",
+        "    1 GiB is free",
+        f"    {prepared.sizes.num_pages} pages of KV cache were planned",
+    ]
+
+
+def test_no_memory_for_new_weights_keeps_the_old_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = startup.start(config())
+
+    def full(_source: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(engine._staging, "from_source", full)
+    with pytest.raises(CheckpointError, match="no memory for new weights beside the old ones: CUDA out of memory"):
+        engine.stage_weights("somewhere")
+    assert not engine.has_work
