@@ -13,7 +13,7 @@ import contextlib
 import itertools
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from numbers import Integral
 from pathlib import Path
 from types import TracebackType
@@ -33,6 +33,7 @@ from tokenspeed.engine.request import Request, SamplingParams
 from tokenspeed.engine.seeds import sample_seeds
 from tokenspeed.engine.validation import validate_params
 from tokenspeed.errors import EngineDead, RequestError
+from tokenspeed.loading.generation_config import sampling_defaults
 from tokenspeed.numerics.plan import Plan
 from tokenspeed.progress import is_wanted, request_progress
 from tokenspeed.results import CompletionOutput, RequestOutput, Score, absorb
@@ -89,6 +90,7 @@ class LLM:
         self.plan: Plan = prepared.plan
         self._progress = progress
         self._template_file = config.chat_template
+        self.sampling_defaults = sampling_defaults(prepared.checkpoint.folder, config.generation_config)
         self._template: ChatTemplate | None = None
         self._ids = itertools.count()
 
@@ -116,11 +118,13 @@ class LLM:
     ) -> list[RequestOutput]:
         """Continue every prompt (a text, token ids, or a list of either); results in the order of the prompts.
 
-        One `SamplingParams` serves all prompts, or give one for each. `on_output(index, output)` is called as soon as a
-        prompt is finished. Raises RequestError, before anything is computed, when a prompt or a parameter is wrong.
+        One `SamplingParams` serves all prompts, or give one for each; without any, `sampling_defaults` count (those of
+        the checkpoint's generation_config.json, unless generation_config is "none"). `on_output(index, output)` is
+        called as soon as a prompt is finished. Raises RequestError, before anything is computed, when a prompt or a
+        parameter is wrong.
         """
         listed: list[Prompt] = _as_list(prompts)
-        params = _params_for(sampling_params, len(listed))
+        params = _params_for(sampling_params, len(listed), SamplingParams(**asdict(self.sampling_defaults)))
         for each in params:
             validate_params(each, self.engine.limits)
         encoded = [self.prompt_ids(prompt) for prompt in listed]
@@ -293,9 +297,11 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
     return list(prompts)
 
 
-def _params_for(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+def _params_for(
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int, default: SamplingParams
+) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
+        return [params or default] * count
     if len(params) != count:
         raise RequestError(
             f"{len(params)} sampling_params were given for {count} prompts",
