@@ -14,6 +14,7 @@ import itertools
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from numbers import Integral
 from pathlib import Path
 from types import TracebackType
@@ -248,8 +249,9 @@ class LLM:
         waiting = {job.request.id: job for job in jobs}
         positions = {id(target): index for index, target in enumerate(targets)}
         try:
-            for job in jobs:
-                engine.add(job.request)
+            for before, job in pairwise([None, *jobs]):
+                assert job is not None
+                engine.add(job.request, is_checked=before is not None and before.target is job.target)
             with request_progress(len(targets), self._progress) as advance:
                 while waiting:
                     for update in engine.step():
