@@ -71,7 +71,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Log:
         "CUDAGraph": Graph,
         "current_stream": lambda: current,
         "stream": lambda _stream: entered("side stream"),
-        "graph": lambda _graph, pool: entered(f"capture into {pool}"),
+        "graph": lambda _graph, pool, **_: entered(f"capture into {pool}"),
         "graph_pool_handle": lambda: "pool",
         "synchronize": lambda: log.append("synchronize"),
         "current_device": lambda: 0,
