@@ -8,12 +8,13 @@ that the page says the same wherever it is written. `generate_reference.py` turn
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,12 +24,14 @@ import importlib_metadata
 from tokenspeed import __version__, plugins
 from tokenspeed.config_sources import load_config
 from tokenspeed.errors import ConfigError, Problem, RequestError
-from tokenspeed.machine import named_machine
+from tokenspeed.machine import Machine, named_machine
 from tokenspeed.numerics.envelopes import BUILTIN_TRAINERS, DEFAULT_TRAINER, ENVELOPES
 from tokenspeed.numerics.switches import SWITCHES
 from tokenspeed.server.errors import ApiError
 
 MACHINE = "cpu-avx2"
+CPU = named_machine(MACHINE)
+GPU = replace(named_machine("sm90"), gpu_memory_bytes=80 << 30, gpu_free_bytes=79 << 30)
 CORE, KIT = ("tokenspeed-reference", "tokenspeed-models"), ("tokenspeed-kernels-aok",)
 
 CONFIG = {
@@ -97,6 +100,7 @@ class Case:
     kinds: tuple[str, ...] = ()
     environ: Mapping[str, str] = field(default_factory=dict)
     yaml: str = ""
+    machine: Machine = CPU
 
 
 CASES = (
@@ -178,6 +182,20 @@ CASES = (
         kinds=("conflict",),
     ),
     Case(
+        "An environment variable that a library reads",
+        "`NCCL_ALGO=Tree` and `--numerics rl-bitwise`, on a made-up GPU.",
+        environ={"NCCL_ALGO": "Tree"},
+        kinds=("environment",),
+        machine=GPU,
+    ),
+    Case(
+        "Too little memory on the GPU",
+        "`--kv-cache-memory 100GiB` on a made-up GPU of 80 GiB.",
+        options={"kv_cache_memory": 100 << 30},
+        kinds=("memory",),
+        machine=GPU,
+    ),
+    Case(
         "A configuration file",
         "`router_topk: fused` in the file, and `--numerics rl-bitwise`.",
         yaml="router_topk: fused\n",
@@ -239,8 +257,8 @@ def messages(case: Case, folder: Path) -> list[str]:
         config = load_config(options, config_file=file if case.yaml else None, environ=case.environ)
     except ConfigError as error:
         return [str(error)]
-    with only_installed(case.installed):
-        found = examine(config, named_machine(MACHINE), weights=False)
+    with only_installed(case.installed), mock.patch.dict(os.environ, case.environ):
+        found = examine(config, case.machine, weights=False)
     shown = [problem.render() for problem in found.problems if _wanted(problem, case.kinds)]
     return [_anywhere(text.replace(str(model), "MODEL").replace(str(file), "serve.yaml")) for text in shown]
 
@@ -307,8 +325,8 @@ def refusals_page() -> str:
         "# Refusals\n",
         "What a start says when it cannot keep what `--numerics rl-bitwise` promises. All problems are reported "
         "together, nothing is loaded, and the process ends with status 2. No environment variable, configuration file, "
-        "plugin or pin gets around one. The messages below are real ones, for a small model on a made-up CPU with "
-        "AVX2.\n",
+        "plugin or pin gets around one. The messages below are real ones, for a small model, on a made-up CPU with "
+        "AVX2 unless they say otherwise.\n",
     ]
     with made_up_plugins() as folder:
         for case in CASES:

@@ -37,6 +37,8 @@ MUST_NAME = {
     "A pinned kernel that does not keep the promise": ["reference.gemm.linear", "batch_invariant"],
     "A plugin's priority": ["acme.linear (acme-loud 1.2.3): rejected", "batch_invariant"],
     "An environment variable": ["environment variable TOKENSPEED_TF32", "--no-tf32"],
+    "An environment variable that a library reads": ["NCCL_ALGO=Tree", "--collectives ordered", "unset NCCL_ALGO"],
+    "Too little memory on the GPU": ["79.00 GiB free", "100.00 GiB", "--kv-cache-memory"],
     "A configuration file": ["router_topk in serve.yaml", "--router-topk torch"],
     "An escape hatch": ["TOKENSPEED_TRUST_KERNELS", "no such option"],
     "An unknown envelope": ["bitwise", "auto, rl-bitwise"],

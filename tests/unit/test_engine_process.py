@@ -45,7 +45,7 @@ class CountingEngine:
     def has_work(self) -> bool:
         return bool(self.running)
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request, *, is_checked: bool = False) -> None:
         if request.prompt == [9]:
             raise RequestError("nine is not allowed", param="prompt", code="nine")
         self.running[request.id] = (request, 0)

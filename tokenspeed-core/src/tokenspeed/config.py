@@ -103,6 +103,14 @@ class EngineConfig:
         True, "boolean", SCHEDULING, "Keep the KV of finished requests for requests that begin the same."
     )
 
+    generation_config: str = _option(
+        "auto",
+        "choice",
+        REPLIES,
+        "What a request samples with that does not say: the checkpoint's generation_config.json (auto), or the "
+        "OpenAI defaults (none).",
+        choices=("auto", "none"),
+    )
     logprobs_mode: str = _option(
         "processed",
         "choice",

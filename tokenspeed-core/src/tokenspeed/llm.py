@@ -13,7 +13,8 @@ import contextlib
 import itertools
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from itertools import pairwise
 from numbers import Integral
 from pathlib import Path
 from types import TracebackType
@@ -33,6 +34,7 @@ from tokenspeed.engine.request import Request, SamplingParams
 from tokenspeed.engine.seeds import sample_seeds
 from tokenspeed.engine.validation import validate_params
 from tokenspeed.errors import EngineDead, RequestError
+from tokenspeed.loading.generation_config import sampling_defaults
 from tokenspeed.numerics.plan import Plan
 from tokenspeed.progress import is_wanted, request_progress
 from tokenspeed.results import CompletionOutput, RequestOutput, Score, absorb
@@ -89,6 +91,7 @@ class LLM:
         self.plan: Plan = prepared.plan
         self._progress = progress
         self._template_file = config.chat_template
+        self.sampling_defaults = sampling_defaults(prepared.checkpoint.folder, config.generation_config)
         self._template: ChatTemplate | None = None
         self._ids = itertools.count()
 
@@ -116,11 +119,13 @@ class LLM:
     ) -> list[RequestOutput]:
         """Continue every prompt (a text, token ids, or a list of either); results in the order of the prompts.
 
-        One `SamplingParams` serves all prompts, or give one for each. `on_output(index, output)` is called as soon as a
-        prompt is finished. Raises RequestError, before anything is computed, when a prompt or a parameter is wrong.
+        One `SamplingParams` serves all prompts, or give one for each; without any, `sampling_defaults` count (those of
+        the checkpoint's generation_config.json, unless generation_config is "none"). `on_output(index, output)` is
+        called as soon as a prompt is finished. Raises RequestError, before anything is computed, when a prompt or a
+        parameter is wrong.
         """
         listed: list[Prompt] = _as_list(prompts)
-        params = _params_for(sampling_params, len(listed))
+        params = _params_for(sampling_params, len(listed), SamplingParams(**asdict(self.sampling_defaults)))
         for each in params:
             validate_params(each, self.engine.limits)
         encoded = [self.prompt_ids(prompt) for prompt in listed]
@@ -244,8 +249,9 @@ class LLM:
         waiting = {job.request.id: job for job in jobs}
         positions = {id(target): index for index, target in enumerate(targets)}
         try:
-            for job in jobs:
-                engine.add(job.request)
+            for before, job in pairwise([None, *jobs]):
+                assert job is not None
+                engine.add(job.request, is_checked=before is not None and before.target is job.target)
             with request_progress(len(targets), self._progress) as advance:
                 while waiting:
                     for update in engine.step():
@@ -293,9 +299,11 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
     return list(prompts)
 
 
-def _params_for(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+def _params_for(
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int, default: SamplingParams
+) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
+        return [params or default] * count
     if len(params) != count:
         raise RequestError(
             f"{len(params)} sampling_params were given for {count} prompts",

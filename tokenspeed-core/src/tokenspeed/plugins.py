@@ -92,6 +92,11 @@ class PluginHost:
         self.problems = self._settle_clashes()
         """Names claimed twice, one Problem each; a start must refuse them."""
 
+    def notes(self) -> Iterator[str]:
+        """What is wrong with plugins although it is no reason to refuse a start: broken ones, and slow ones."""
+        yield from (report.describe() for report in self.reports if report.status == "broken")
+        yield from (slow for report in self.reports if (slow := report.slowness()))
+
     @property
     def reports(self) -> tuple[PluginReport, ...]:
         """One report for each installed plugin, by name."""

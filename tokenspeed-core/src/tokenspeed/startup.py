@@ -517,8 +517,7 @@ def _notes(found: Examination, built: Built, sizes: Sizes) -> Iterator[str]:
         yield f"{variable}={value} is set: {VARIABLES_FOR_TESTS[variable]}"
     if found.machine.device == "cuda" and found.recording is not None and found.recording.reason:
         yield found.recording.describe()
-    yield from (report.describe() for report in found.host.reports if report.status == "broken")
-    yield from (slow for report in found.host.reports if (slow := report.slowness()))
+    yield from found.host.notes()
     if found.config.max_model_len is None and sizes.max_model_len < built.model.max_positions:
         longest = built.model.max_positions
         yield f"the KV cache bounds the context to {sizes.max_model_len} of the model's {longest} tokens"

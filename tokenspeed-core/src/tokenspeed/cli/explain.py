@@ -52,6 +52,7 @@ def _as_dict(found: Examination) -> dict[str, object]:
         "links": dict(found.selection.links) if found.selection else {},
         "operators": operators_dict(found.selection.choices, found.selection.verdicts) if found.selection else [],
         "decode_graphs": found.recording.as_dict() if found.recording else None,
+        "notes": list(found.host.notes()),
         "problems": [problem_dict(problem) for problem in found.problems],
     }
 
@@ -82,4 +83,5 @@ def _report(found: Examination) -> list[RenderableType]:
         parts.append(tree)
     if found.recording is not None and found.machine.device == "cuda":
         parts.append(Text(found.recording.describe()))
+    parts += [Text(f"note: {note}", style="yellow") for note in found.host.notes()]
     return parts

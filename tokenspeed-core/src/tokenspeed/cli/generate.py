@@ -38,9 +38,12 @@ def generate(config: EngineConfig, source: BinaryIO, out: BinaryIO, progress: bo
     names = SamplingParams.__struct_fields__
     rows = read_lines(source, fields=("prompt", "messages", *names))
     given = {name: value for name, value in defaults.items() if value is not None}
-    params = [_params(row, names, given) for row in rows]
+    # Before the start, so that a line with a mistake is found at once; then with the checkpoint's defaults.
+    for row in rows:
+        _params(row, names, given)
     with LLM.from_config(config, progress=progress) as llm:
         prompts = [_prompt(llm, row) for row in rows]
+        params = [_params(row, names, {**llm.sampling_defaults.changed(), **given}) for row in rows]
         lines = OrderedLines(out)
         llm.generate(
             prompts,

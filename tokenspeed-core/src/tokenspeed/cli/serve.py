@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -62,7 +62,7 @@ def serve(config: EngineConfig) -> None:
         service,
         log_level=config.log_level,
         drain_timeout_seconds=config.drain_timeout_seconds,
-        on_listening=lambda: _announce(out, config, info, listener.url),
+        on_listening=lambda: _announce(out, config, info, service.limits.defaults.changed(), listener.url),
         say=lambda text: out.print(text, highlight=False, markup=False),
     )
     server.run(sockets=[listener.sock])
@@ -71,7 +71,9 @@ def serve(config: EngineConfig) -> None:
     out.print("stopped", highlight=False)
 
 
-def _announce(out: Console, config: EngineConfig, info: EngineInfo, url: str) -> None:
+def _announce(
+    out: Console, config: EngineConfig, info: EngineInfo, defaults: Mapping[str, float | int], url: str
+) -> None:
     """The card, what fits, and the address; printed when requests are accepted."""
     out.print(info.card.rstrip("\n"), highlight=False, markup=False, soft_wrap=True)
     out.print(
@@ -82,6 +84,9 @@ def _announce(out: Console, config: EngineConfig, info: EngineInfo, url: str) ->
         markup=False,
         soft_wrap=True,
     )
+    if defaults:
+        shown = ", ".join(f"{name} {value}" for name, value in defaults.items())
+        out.print(f"requests that do not say: {shown} (generation_config.json)", highlight=False, soft_wrap=True)
     if config.host not in ("127.0.0.1", "localhost", "::1") and config.control_key is None:
         out.print("control routes are closed: other machines can connect and there is no --control-key")
     out.print(f"fingerprint {info.fingerprint}", highlight=False)

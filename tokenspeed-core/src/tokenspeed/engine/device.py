@@ -161,7 +161,8 @@ class CudaDevice:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # What other threads of the process do on the GPU meanwhile is no part of the step.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             run()
         replay: Callable[[], None] = graph.replay
         return replay

@@ -33,7 +33,7 @@ class EngineLike(Protocol):
         """Whether a step would do anything."""
         ...
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request, *, is_checked: bool = False) -> None:
         """Queue one sample. Raises RequestError when it can never run."""
 
     def abort(self, request_id: str) -> TokenUpdate | None:
@@ -177,8 +177,9 @@ class EngineLoop:
         match message:
             case wire.Submit():
                 for group in message.groups:
+                    accepted = False
                     for request in group.requests():
-                        self._add(request)
+                        accepted = self._add(request, is_checked=accepted)
             case wire.Abort():
                 self._abort(message)
             case wire.Call():
@@ -188,11 +189,14 @@ class EngineLoop:
             case _:
                 assert_never(message)
 
-    def _add(self, request: Request) -> None:
+    def _add(self, request: Request, *, is_checked: bool) -> bool:
+        """Whether the engine accepts it; the client hears when not."""
         try:
-            self._engine.add(request)
+            self._engine.add(request, is_checked=is_checked)
         except RequestError as error:
             self._pipe.send(wire.Rejected(request.id, str(error), error.param, error.code))
+            return False
+        return True
 
     def _abort(self, message: wire.Abort) -> None:
         updates = [update for request_id in message.ids if (update := self._engine.abort(request_id)) is not None]

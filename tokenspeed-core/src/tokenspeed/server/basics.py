@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from fastapi import Response
@@ -122,5 +123,6 @@ def _card(service: Service, name: str) -> dict[str, Any]:
         "root": service.info.model_path,
         "parent": None,
         "max_model_len": service.limits.max_model_len,
+        "default_sampling_params": asdict(service.limits.defaults),
         "permission": [],
     }

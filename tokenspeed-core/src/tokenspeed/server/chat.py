@@ -57,6 +57,7 @@ class ChatCompletion:
             "object": "chat.completion.chunk" if body.stream else "chat.completion",
             "created": int(time.time()),
             "model": service.check_model(body.model),
+            **service.limits.stated,
         }
 
     @classmethod
@@ -65,7 +66,10 @@ class ChatCompletion:
         service.check_model(body.model)
         body.check_tools()
         params = body.sampling_params(
-            service.limits, logprobs=body.sample_logprobs, max_tokens=body.completion_tokens_limit
+            service.limits,
+            logprobs=body.sample_logprobs,
+            max_tokens=body.completion_tokens_limit,
+            defaults=service.limits.defaults,
         )
         prompt = await read_messages(service, body)
         service.limits.check_samples(1, params.n)

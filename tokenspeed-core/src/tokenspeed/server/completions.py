@@ -33,13 +33,19 @@ class Completion:
             "object": "text_completion",
             "created": int(time.time()),
             "model": service.check_model(body.model),
+            **service.limits.stated,
         }
 
     @classmethod
     async def prepare(cls, service: Service, body: CompletionRequest, request_id: str) -> Completion:
         """Check everything that can be checked before the engine hears of it. Raises ApiError or RequestError."""
         service.check_model(body.model)
-        params = body.sampling_params(service.limits, logprobs=body.logprobs, max_tokens=body.completion_tokens_limit)
+        params = body.sampling_params(
+            service.limits,
+            logprobs=body.logprobs,
+            max_tokens=body.completion_tokens_limit,
+            defaults=service.limits.defaults,
+        )
         if body.echo and body.logprobs is not None:
             params = _with_prompt_logprobs(params, body.logprobs)
         prompts = await read_prompts(service, body.prompt, add_special_tokens=body.add_special_tokens is not False)

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from tokenspeed.engine.request import SamplingParams
 from tokenspeed.engine.validation import Limits as EngineLimits
 from tokenspeed.engine.validation import validate_params, validate_prompt
 from tokenspeed.errors import ContextOverflow
+from tokenspeed.loading.generation_config import OPENAI_DEFAULTS, SamplingDefaults
 from tokenspeed.server.errors import ApiError
 
 
 @dataclass(frozen=True)
 class Limits:
     """`engine` is what one sample may be. `max_samples` bounds prompts times `n` of one HTTP request, `max_in_flight`
-    the samples of all of them together (beyond it: 503), `max_body_bytes` a request body."""
+    the samples of all of them together (beyond it: 503), `max_body_bytes` a request body.
+    `defaults` is how requests of the OpenAI routes sample that do not say."""
 
     engine: EngineLimits
     logprobs_mode: str = "processed"
     max_samples: int = 4096
     max_in_flight: int = 8192
     max_body_bytes: int = 32 << 20
+    defaults: SamplingDefaults = OPENAI_DEFAULTS
 
     @property
     def max_model_len(self) -> int:
@@ -32,6 +36,12 @@ class Limits:
     def vocab_size(self) -> int:
         """Token ids are 0 .. vocab_size - 1."""
         return self.engine.vocab_size
+
+    @property
+    def stated(self) -> dict[str, Any]:
+        """What every reply of the OpenAI routes says of the defaults, where they are not OpenAI's own."""
+        changed = self.defaults.changed()
+        return {"sampling_defaults": changed} if changed else {}
 
     def check_params(self, params: SamplingParams) -> None:
         """Raises ApiError or RequestError. The sentence about logprobs is the one that clients search for."""

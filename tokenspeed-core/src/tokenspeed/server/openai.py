@@ -5,11 +5,13 @@ Names, defaults and meanings are those of vLLM's OpenAI server; numbers are stri
 
 from __future__ import annotations
 
+from dataclasses import asdict, fields
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from tokenspeed.engine.request import SamplingParams
+from tokenspeed.loading.generation_config import OPENAI_DEFAULTS, SamplingDefaults
 from tokenspeed.server.errors import ApiError
 from tokenspeed.server.fields import (
     IGNORED,
@@ -25,6 +27,7 @@ from tokenspeed.server.limits import Limits
 from tokenspeed.server.logprobs import LogprobsEncoding, check_encoding
 
 DEFAULT_MAX_TOKENS = 16
+_WITH_DEFAULTS = {field.name for field in fields(SamplingDefaults)}
 TokenIds = list[Annotated[int, Field(ge=0)]]
 
 
@@ -63,18 +66,26 @@ class SamplingFields(StrictModel):
     logprobs_mode: str | None = None
     logprobs_encoding: LogprobsEncoding | None = None
 
-    def sampling_params(self, limits: Limits, *, logprobs: int | None, max_tokens: int | None) -> SamplingParams:
+    def sampling_params(
+        self,
+        limits: Limits,
+        *,
+        logprobs: int | None,
+        max_tokens: int | None,
+        defaults: SamplingDefaults = OPENAI_DEFAULTS,
+    ) -> SamplingParams:
         """Checked against the model and the server's limits. Raises ApiError or RequestError naming the field."""
         self.check_consistency(limits)
+        own = {**asdict(defaults), **self.model_dump(include=_WITH_DEFAULTS, exclude_none=True)}
         params = SamplingParams(
             n=self.n or 1,
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_k=max(self.top_k or 0, 0),
-            top_p=1.0 if self.top_p is None else self.top_p,
-            min_p=self.min_p or 0.0,
+            temperature=own["temperature"],
+            top_k=max(own["top_k"], 0),
+            top_p=own["top_p"],
+            min_p=own["min_p"],
             presence_penalty=self.presence_penalty or 0.0,
             frequency_penalty=self.frequency_penalty or 0.0,
-            repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
+            repetition_penalty=own["repetition_penalty"],
             logit_bias=limits.logit_bias(self.logit_bias),
             allowed_token_ids=self.allowed_token_ids,
             seed=self.seed,

@@ -22,6 +22,7 @@ from tokenspeed.config import EngineConfig
 from tokenspeed.engine.process import EngineProcess
 from tokenspeed.engine.wire import EngineInfo
 from tokenspeed.errors import ConfigError
+from tokenspeed.loading.generation_config import sampling_defaults
 from tokenspeed.server.app import create_app
 from tokenspeed.server.client import EngineClient
 from tokenspeed.server.limits import Limits
@@ -79,6 +80,7 @@ def make_service(config: EngineConfig, process: EngineProcess, info: EngineInfo,
         logprobs_mode=info.logprobs_mode,
         max_in_flight=config.max_in_flight,
         max_body_bytes=config.max_body,
+        defaults=sampling_defaults(Path(info.model_path), config.generation_config),
     )
     template = None if source is None else ChatTemplate(source, tokenizer.special_tokens)
     options = ServiceOptions(

@@ -230,7 +230,7 @@ async def model_info(service: ServiceDep) -> Response:
             "served_model_name": service.model_name,
             "tokenizer_path": (service.options.public or {}).get("tokenizer") or info.model_path,
             "is_generation": True,
-            "preferred_sampling_params": None,
+            "preferred_sampling_params": service.limits.defaults.changed() or None,
             "weight_version": info.weight_version,
             "load_format": "safetensors",
             "architectures": [info.architecture],

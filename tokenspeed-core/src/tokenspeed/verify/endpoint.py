@@ -169,10 +169,11 @@ class Endpoint:
             "ignore_eos": params.ignore_eos,
             "return_tokens_as_token_ids": True,
         }
-        # Only what is not the default: other servers refuse fields that they do not know.
+        # Other servers refuse fields that they do not know, and get what is not the default; ours get everything, since
+        # their defaults may be a checkpoint's.
         plain = type(params)()
         for name in _OPTIONAL:
-            if getattr(params, name) != getattr(plain, name):
+            if self.is_ours or getattr(params, name) != getattr(plain, name):
                 body[name] = getattr(params, name)
         return {k: v for k, v in {**body, **more}.items() if k not in self._without and v is not None}
 

@@ -98,8 +98,8 @@ class Lab:
         return self._alone[item.key]
 
     def run(self, script: Script, observer: Observer | None = None, label: str = "v") -> Run:
-        """Run a script on a new engine. `observer` watches in the place of the counting one."""
-        engine = self.engine(script)
+        """Run a script on a new engine. `observer` watches every operator, in the place of the counting one."""
+        engine = self.engine(script, watched=observer is not None)
         watch = Watch()
         engine.observe(observer or watch)
         with _circumstances(script, self.threads):
@@ -109,14 +109,20 @@ class Lab:
         watch.evidence["cached tokens"] += stats.cached_tokens
         watch.evidence["preemptions"] += stats.preemptions
         watch.evidence["recorded steps"] += engine.replays
+        watch.evidence["steps ahead"] += engine.steps_ahead
         watch.evidence["cancelled"] += sum(outcome.finish_reason == "abort" for outcome in outcomes)
         return Run(outcomes, watch.evidence, frozenset(watch.batch_sizes))
 
-    def engine(self, script: Script) -> Engine:
-        """A new engine of the script's sizes over the loaded model."""
+    def engine(self, script: Script, *, watched: bool = False) -> Engine:
+        """A new engine of the script's sizes over the loaded model.
+
+        One that is `watched` issues a step when it knows the tokens of the one before, and on a GPU records none: what
+        runs in a graph calls no operator that could be watched.
+        """
         setup = script.setup
         longest = max(len(item.prompt) + (item.params.max_tokens or 0) for item in script.items()) + 1
         pages = pages_needed(script) if setup.pages is None else setup.pages
+        buckets = tuple(Bucket(rows, pages_for(longest)) for rows in setup.bucket_rows)
         options = replace(
             self._options,
             max_num_seqs=min(setup.max_seqs, setup.budget),
@@ -125,7 +131,8 @@ class Lab:
             max_model_len=longest,
             num_pages=max(pages, pages_for(longest)),
             prefix_caching=setup.prefix_caching,
-            decode_buckets=tuple(Bucket(rows, pages_for(longest)) for rows in setup.bucket_rows),
+            decode_buckets=() if watched and self._options.device == "cuda" else buckets,
+            ahead=self._options.ahead and not watched,
         )
         model: Model = TiedModel(self.model) if setup.ties else self.model
         engine = Engine(model, self.sampling, None, options)

@@ -141,7 +141,7 @@ def _samples(number: int, row: dict[str, Any]) -> Iterator[Saved]:
 
 
 def _http_samples(number: int, request: dict[str, Any], response: dict[str, Any]) -> Iterator[Saved]:
-    asked = {**request, **request.get("sampling_params", {})}
+    asked = {**response.get("sampling_defaults", {}), **request, **request.get("sampling_params", {})}
     params = {
         name: value for name, value in asked.items() if name in SamplingParams.__struct_fields__ and value is not None
     }

@@ -47,12 +47,16 @@ AOK_INLINE void load_rows(const Row& row, int64_t width, float* words) {
 }
 
 // scores[s][row] = (q . key(s)) * scale of kKeys keys of `width` elements: pairs, the odd element first (rule 1). `key(s)`
-// is the address of a key, q what load_rows left.
+// is the address of a key, q what load_rows left. A function of its own, or AVX2 runs out of registers.
 template <class T, class Key>
-AOK_INLINE void score_keys(const float* q, const Key& key, int64_t width, Vec scale, float* scores) {
+__attribute__((noinline)) void score_keys(const float* q, const Key& key, int64_t width, Vec scale, float* scores) {
+    const T* keys[kKeys];
     Vec acc[kKeys];
 #pragma GCC unroll 16
-    for (int s = 0; s < kKeys; ++s) acc[s] = zero();
+    for (int s = 0; s < kKeys; ++s) {
+        keys[s] = key(s);
+        acc[s] = zero();
+    }
     for (int64_t j = 0; j < width; j += 2) {
         if constexpr (Words<T>::paired) {
 #if defined(AOK_ISA_avx512_bf16)
@@ -60,7 +64,7 @@ AOK_INLINE void score_keys(const float* q, const Key& key, int64_t width, Vec sc
 #pragma GCC unroll 16
             for (int s = 0; s < kKeys; ++s) {
                 int32_t pair;
-                std::memcpy(&pair, key(s) + j, sizeof(pair));
+                std::memcpy(&pair, keys[s] + j, sizeof(pair));
                 acc[s] = _mm512_dpbf16_ps(acc[s], words, reinterpret_cast<__m512bh>(seti(pair)));
             }
 #endif
@@ -70,7 +74,7 @@ AOK_INLINE void score_keys(const float* q, const Key& key, int64_t width, Vec sc
                 const Vec word = load(q + (j + odd) * kLanes);
 #pragma GCC unroll 16
                 for (int s = 0; s < kKeys; ++s) {
-                    acc[s] = fma(word, set1(element(key(s), j + odd)), acc[s]);
+                    acc[s] = fma(word, set1(element(keys[s], j + odd)), acc[s]);
                 }
             }
         }
