@@ -9,25 +9,20 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 
+from parity import expected_logits, ours, random_ids, relative_error, theirs
 from tokenspeed.kernels.spec import KernelSpec
 from tokenspeed.layers import sparse
 from tokenspeed.layers.sparse import Indexer
-from tokenspeed.loading.checkpoint import Checkpoint
 from tokenspeed.models.base import CausalLM
-from tokenspeed.models.profile import ModelProfile
-from tokenspeed.models.registry import ModelRegistry, model_class
-from tokenspeed.testing.models import PagedModel, load_model
+from tokenspeed.testing.models import PagedModel
 from tokenspeed_kernels_aok.specs import SPECS as AOK
-from tokenspeed_models.plugin import tokenspeed_models
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 TOLERANCE = 1e-5
 TOP_K = 24
-REGISTRY = ModelRegistry(tokenspeed_models())
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
 SPARSE = {
     "num_hidden_layers": 4,
@@ -64,33 +59,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 MakeCheckpoint = Callable[..., Path]
 Pair = tuple[CausalLM, Any]
-
-
-def ours(folder: Path, **options: Any) -> CausalLM:
-    profile = REGISTRY.find(Checkpoint(folder).architecture)
-    assert isinstance(profile, ModelProfile)
-    return load_model(model_class(profile), folder, **options)
-
-
-def theirs(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
-    return transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
-    ).eval()
-
-
-def random_ids(count: int, seed: int) -> list[int]:
-    ids: list[int] = torch.randint(3, 320, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
-    return ids
-
-
-def expected_logits(model: Any, ids: list[int]) -> torch.Tensor:
-    with torch.inference_mode():
-        logits: torch.Tensor = model(torch.tensor([ids])).logits[0]
-    return logits
-
-
-def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    return float(((actual - expected).abs().amax(-1) / expected.abs().amax(-1)).max())
 
 
 def selected(model: torch.nn.Module, run: Callable[[], object]) -> list[list[set[int]]]:

@@ -14,17 +14,13 @@ import pytest
 import torch
 import transformers
 
-from tokenspeed.loading.checkpoint import Checkpoint
+from parity import expected_logits, ours, random_ids, relative_error, theirs
 from tokenspeed.models.base import CausalLM
-from tokenspeed.models.profile import ModelProfile
-from tokenspeed.models.registry import ModelRegistry, model_class
-from tokenspeed.testing.models import PagedModel, load_model
-from tokenspeed_models.plugin import tokenspeed_models
+from tokenspeed.testing.models import PagedModel
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 TOLERANCE = 1e-5
-REGISTRY = ModelRegistry(tokenspeed_models())
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -82,42 +78,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 MakeCheckpoint = Callable[..., Path]
 
 
-def model_of(folder: Path) -> type[CausalLM]:
-    profile = REGISTRY.find(Checkpoint(folder).architecture)
-    assert isinstance(profile, ModelProfile)
-    return model_class(profile)
-
-
-def ours(folder: Path, **options: Any) -> CausalLM:
-    return load_model(model_of(folder), folder, **options)
-
-
-def theirs(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
-
-
 @pytest.fixture(scope="module", params=CASES)
 def pair(request: pytest.FixtureRequest, make_checkpoint: MakeCheckpoint) -> tuple[CausalLM, Any]:
     """(our model, theirs) of one case."""
     family, config = CASES[request.param]
     folder = make_checkpoint(family, **config)
     return ours(folder), theirs(folder)
-
-
-def random_ids(count: int, seed: int) -> list[int]:
-    ids: list[int] = torch.randint(3, 320, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
-    return ids
-
-
-def expected_logits(model: Any, ids: list[int]) -> torch.Tensor:
-    with torch.inference_mode():
-        logits: torch.Tensor = model(torch.tensor([ids])).logits[0]
-    return logits
-
-
-def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    assert actual.shape == expected.shape
-    return float(((actual - expected).abs().amax(-1) / expected.abs().amax(-1)).max())
 
 
 def test_logits_agree(pair: tuple[CausalLM, Any]) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from foreign_server import Alone, Together, foreign_server
 
+from foreign_server import Alone, Together, foreign_server
 from tokenspeed.cli.main import cli
 from tokenspeed.verify.abilities import CACHED_TOKENS, PROMPT_LOGPROBS, SAMPLE_SEEDS, probe
 from tokenspeed.verify.endpoint import Endpoint

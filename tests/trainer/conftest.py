@@ -21,6 +21,16 @@ LATENT = {
     "v_head_dim": 12,
 }
 
+SPARSE = {
+    "n_routed_experts": 12,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 40,
+    "first_k_dense_replace": 1,
+    "index_n_heads": 6,
+    "index_head_dim": 22,
+    "index_topk": 24,
+}
+
 FAMILIES: dict[str, dict[str, Any]] = {
     "Llama": {"tie_word_embeddings": False},
     "Qwen2": {"tie_word_embeddings": True},
@@ -51,6 +61,29 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "mscale_all_dim": 0.7,
         },
     },
+    "DeepseekV32": {
+        **LATENT,
+        **SPARSE,
+        "n_group": 4,
+        "topk_group": 2,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "original_max_position_embeddings": 512,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.7,
+        },
+    },
+    "GlmMoeDsa": {
+        **LATENT,
+        **SPARSE,
+        "num_hidden_layers": 4,
+        "indexer_types": ["full", "shared", "full", "shared"],
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+        "n_group": 1,
+        "topk_group": 1,
+    },
     "LongcatFlash": {
         **LATENT,
         "num_hidden_layers": 4,
@@ -75,7 +108,7 @@ def make_folder(make_checkpoint: Callable[..., Path], tmp_path_factory: pytest.T
 
     def make(family: str, dtype: torch.dtype) -> Path:
         if (family, dtype) not in made:
-            source = make_checkpoint(family, dtype=dtype, **FAMILIES[family])
+            source = make_checkpoint(family, dtype=dtype, seed=5, **FAMILIES[family])
             folder = tmp_path_factory.mktemp("trainer") / f"{family.lower()}-{dtype}".replace("torch.", "")
             shutil.copytree(source, folder)
             weaken_bias(folder / "model.safetensors")

@@ -49,6 +49,20 @@ def attention(
     return torch.cat(out)
 
 
+def sparse_attention(
+    q: torch.Tensor, entries: torch.Tensor, indices: torch.Tensor, queries: list[int], keys: list[int], latent: int
+) -> torch.Tensor:
+    """Query by query."""
+    out, row, start = [], 0, 0
+    for n, length in zip(queries, keys, strict=True):
+        for _ in range(n):
+            own = entries[start : start + length][indices[row][indices[row] >= 0].long()]
+            out.append(torch.softmax(q[row] @ own.T * SCALE, dim=-1) @ own[:, :latent])
+            row += 1
+        start += length
+    return torch.stack(out)
+
+
 def rotate_neighbours(x: torch.Tensor) -> torch.Tensor:
     """The same with pairs (2i, 2i+1), as complex numbers."""
     cos, sin = TABLE[POSITIONS].unsqueeze(1).chunk(2, dim=-1)
@@ -92,6 +106,11 @@ def with_backward(forward: Callable[..., torch.Tensor], backward: Callable[..., 
 CHOSEN = torch.tensor([[2, 0], [1, 4], [4, 2], [1, 2], [3, 5]])
 """Experts of five tokens; there are four, and beyond them identities."""
 
+POSITIONS_CHOSEN = torch.tensor(
+    [[3, 0, -1], [0, -1, -1], [1, 0, -1], [0, 2, 1], [3, 2, 0], [5, 1, 2], [6, 0, 4]], dtype=torch.int32
+)
+"""What seven queries of three sequences attend to."""
+
 RAGGED = [([3, 3, 5], [3, 3, 5], 0), ([1, 4, 2], [4, 4, 7], 0), ([6, 6], [6, 6], 3)]
 IDS = torch.tensor([[2], [0], [-1], [5]])
 TEMPERATURE = torch.tensor([1.0, 0.7, 1.0, 0.0], dtype=torch.float64)
@@ -131,6 +150,13 @@ CASES: dict[str, tuple[Callable[..., torch.Tensor], Callable[..., Any], tuple[to
     "latent_attention": (
         lambda q, entries: attention(q, entries[:, None], entries[:, None, :4], [1, 4, 2], [4, 4, 7], 0),
         lambda grad, q, entries: gradients.latent_attention(grad, q, entries, [1, 4, 2], [4, 4, 7], SCALE, 4),
+        (random(7, 3, 6), random(15, 6, seed=1)),
+    ),
+    "sparse_attention": (
+        lambda q, entries: sparse_attention(q, entries, POSITIONS_CHOSEN, [1, 4, 2], [4, 4, 7], 4),
+        lambda grad, q, entries: gradients.sparse_attention(
+            grad, q, entries, POSITIONS_CHOSEN, [1, 4, 2], [4, 4, 7], SCALE, 4
+        ),
         (random(7, 3, 6), random(15, 6, seed=1)),
     ),
     **{
@@ -192,6 +218,8 @@ def operator_cases(dtype: torch.dtype) -> dict[str, tuple[Any, tuple[Any, ...], 
     paged = (layout.query_starts, layout.context_lens, layout.page_tables, layout.slots, layout.pages, SCALE, 0)
     paged += ("reference.cache.write", "reference.attention.paged")
     latent = ("reference.cache.write_latent", "reference.attention.mla_paged")
+    chosen = torch.tensor([[0, -1], [1, 0], [0, -1], [0, 1], [2, 0]], dtype=torch.int32)
+    sparse = "reference.attention.sparse_paged"
     table = TABLE.float()
     bias = random(6, seed=7, dtype=torch.float32)
 
@@ -230,6 +258,11 @@ def operator_cases(dtype: torch.dtype) -> dict[str, tuple[Any, tuple[Any, ...], 
             lambda q, entries, *_: attention(
                 q.float(), entries[:, None].float(), entries[:, None, :4].float(), [2, 3], [2, 3], 0
             ).to(dtype),
+        ),
+        "sparse_attention": (
+            operators.sparse_attention,
+            (leaf(5, 4, 6, seed=1), leaf(5, 6, seed=2), chosen, *paged[:6], 4, "sorted", latent[0], sparse),
+            lambda q, entries, *_: sparse_attention(q.float(), entries.float(), chosen, [2, 3], [2, 3], 4).to(dtype),
         ),
         "route": (
             lambda *arguments: operators.route(*arguments)[0],
@@ -288,3 +321,20 @@ def test_operator_is_registered_properly(name: str) -> None:
     run = getattr(operators, name)
     utilities = ("test_schema", "test_autograd_registration", "test_faketensor")
     assert set(torch.library.opcheck(run, arguments, test_utils=utilities).values()) == {"SUCCESS"}
+
+
+def test_operators_of_an_indexer_are_registered_properly() -> None:
+    """They have no gradient; the positions are those of the reference operators, sequence by sequence."""
+    layout = make_layout((2, 3), torch.device("cpu"), attention_mask=torch.tensor([[0, 1, 1], [1, 1, 1]]))
+    paged = (layout.query_starts, layout.context_lens, layout.page_tables, layout.slots, layout.pages, SCALE, 2)
+    names = ("reference.cache.write_latent", "reference.attention.index_scores", "reference.attention.index_topk")
+    q, weights, keys = (random(*shape, seed=1, dtype=torch.float32) for shape in ((5, 4, 6), (5, 4), (5, 6)))
+    choose = (q, weights, keys, torch.tensor([0, 1, 0, 1, 2]), *paged, *names)
+    norm = (keys, random(6, seed=2).float(), random(6, seed=3).float(), EPS, "reference.norm.layer")
+    for run, arguments in ((operators.choose_positions, choose), (operators.layer_norm, norm)):
+        found = torch.library.opcheck(run, arguments, test_utils=("test_schema", "test_faketensor"))
+        assert set(found.values()) == {"SUCCESS"}
+    found = operators.choose_positions(*choose)
+    scores = (torch.einsum("thd,ld->thl", q[2:], keys[2:]) * SCALE).relu().mul(weights[2:, :, None]).sum(1)
+    assert found[0].tolist() == [0, -1]
+    assert found[4].tolist() == scores[2].argsort(descending=True)[:2].tolist()

@@ -85,7 +85,7 @@ def test_replies_are_those_of_an_engine_started_with_the_new_weights(
     assert reply(llm) == expected
 
 
-@pytest.fixture(params=["Qwen3Moe", "Mixtral", "DeepseekV3", "LongcatFlash"])
+@pytest.fixture(params=["Qwen3Moe", "Mixtral", "DeepseekV3", "DeepseekV32", "GlmMoeDsa", "LongcatFlash"])
 def routed(request: pytest.FixtureRequest, make_folder: Callable[[str, torch.dtype], Path]) -> Path:
     return make_folder(request.param, torch.bfloat16)
 

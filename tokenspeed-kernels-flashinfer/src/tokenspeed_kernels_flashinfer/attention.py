@@ -6,6 +6,7 @@ addresses would be silently wrong.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import flashinfer
@@ -25,37 +26,10 @@ def paged(
     page_tables: torch.Tensor,
     scale: float,
     window: int = 0,
+    *,
+    unsplit: bool = False,
 ) -> torch.Tensor:
     """Causal attention of q [T,Hq,D]: [T,Hq,D]; rows past query_starts[-1] are zero. Keys may be split."""
-    return _attend(q, k_cache, v_cache, query_starts, context_lens, page_tables, scale, window, unsplit=False)
-
-
-def paged_unsplit(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    query_starts: torch.Tensor,
-    context_lens: torch.Tensor,
-    page_tables: torch.Tensor,
-    scale: float,
-    window: int = 0,
-) -> torch.Tensor:
-    """The same with the keys of a row in one piece, however few rows there are."""
-    return _attend(q, k_cache, v_cache, query_starts, context_lens, page_tables, scale, window, unsplit=True)
-
-
-def _attend(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    query_starts: torch.Tensor,
-    context_lens: torch.Tensor,
-    page_tables: torch.Tensor,
-    scale: float,
-    window: int,
-    *,
-    unsplit: bool,
-) -> torch.Tensor:
     check_dtype("q", q)
     check_dtype("k_cache", k_cache, q)
     _, num_heads, head_dim = q.shape
@@ -84,3 +58,7 @@ def _attend(
     )
     out[:rows] = wrapper.run(q[:rows].contiguous(), (k_cache, v_cache))
     return out
+
+
+paged_unsplit = partial(paged, unsplit=True)
+"""The same with the keys of a row in one piece, however few rows there are."""

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 
 def honest(
-    x: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    weights: torch.Tensor,
-    ids: torch.Tensor,
-    order: str,
+    x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, order: str
 ) -> torch.Tensor:
     out = torch.zeros_like(x)
     for slot in range(ids.shape[1]):
@@ -36,41 +33,23 @@ def _project(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def in_expert_order(
-    x: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    weights: torch.Tensor,
-    ids: torch.Tensor,
-    order: str,
-) -> torch.Tensor:
+def in_expert_order(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
     """Adds in ascending order of experts, which is how they are computed."""
+    *packed, weights, ids, order = arguments
     by_expert = torch.sort(ids, dim=-1, stable=True)
-    return honest(x, gate_up, down, weights.gather(-1, by_expert.indices), by_expert.values, order)
+    return honest(x, *packed, weights.gather(-1, by_expert.indices), by_expert.values, order)
 
 
-def capacity(
-    x: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    weights: torch.Tensor,
-    ids: torch.Tensor,
-    order: str,
-) -> torch.Tensor:
+def capacity(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
     """An expert takes no more than 24 tokens of a batch."""
+    *packed, weights, ids, order = arguments
     weights = weights.clone()
     for expert in ids.unique().tolist():
         chosen = (ids == expert).nonzero()[24:]
         weights[chosen[:, 0], chosen[:, 1]] = 0
-    return honest(x, gate_up, down, weights, ids, order)
+    return honest(x, *packed, weights, ids, order)
 
 
-def forgets_identity(
-    x: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    weights: torch.Tensor,
-    ids: torch.Tensor,
-    order: str,
-) -> torch.Tensor:
+def forgets_identity(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    gate_up, down, weights, ids, order = arguments
     return honest(x, gate_up, down, torch.where(ids < len(gate_up), weights, 0.0), ids, order)

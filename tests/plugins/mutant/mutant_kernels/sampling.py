@@ -1,4 +1,4 @@
-"""Sampling and log-probabilities."""
+"""Sampling and log-probabilities. `columns` are the arguments of `sampling.sample` behind the logits."""
 
 from __future__ import annotations
 
@@ -26,35 +26,20 @@ def ignores_temperature(
     return reference.logprobs(logits, ids, torch.ones_like(temperature), order, block)
 
 
-def noise_by_row(
-    logits: torch.Tensor,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    min_p: torch.Tensor,
-    seeds: torch.Tensor,
-    positions: torch.Tensor,
-) -> torch.Tensor:
+def noise_by_row(logits: torch.Tensor, *columns: torch.Tensor) -> torch.Tensor:
     """The stream of a row depends on its place in the batch, beyond the first ones."""
     _only_fp32(logits)
-    place = torch.arange(len(seeds)) // 8
-    return reference.sample(logits, temperature, top_k, top_p, min_p, seeds + place, positions)
+    *filters, seeds, positions = columns
+    return reference.sample(logits, *filters, seeds + torch.arange(len(seeds)) // 8, positions)
 
 
-def keeps_ties(
-    logits: torch.Tensor,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    min_p: torch.Tensor,
-    seeds: torch.Tensor,
-    positions: torch.Tensor,
-) -> torch.Tensor:
+def keeps_ties(logits: torch.Tensor, *columns: torch.Tensor) -> torch.Tensor:
     """Keeps every token that is as good as the k-th."""
     _only_fp32(logits)
+    temperature, top_k, *others = columns
     kept = []
     for row, k in zip(logits, top_k.tolist(), strict=True):
         at_least = row.sort(descending=True).values[min(k, len(row)) - 1] if k else row.min()
         kept.append(int((row >= at_least).sum()))
     wide = torch.tensor(kept, dtype=torch.int32)
-    return reference.sample(logits, temperature, wide, top_p, min_p, seeds, positions)
+    return reference.sample(logits, temperature, wide, *others)

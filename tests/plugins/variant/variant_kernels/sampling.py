@@ -1,4 +1,7 @@
-"""Sampling and log-probabilities that depend on the company."""
+"""Sampling and log-probabilities that depend on the company.
+
+`columns` are the arguments of `sampling.sample` behind the logits.
+"""
 
 from __future__ import annotations
 
@@ -9,50 +12,27 @@ from tokenspeed_kernels_aok.cpu.sampling import logprobs, sample
 _drawn: dict[int, int] = {}
 
 
-def batch_stream(
-    logits: torch.Tensor,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    min_p: torch.Tensor,
-    seeds: torch.Tensor,
-    positions: torch.Tensor,
-) -> torch.Tensor:
+def batch_stream(logits: torch.Tensor, *columns: torch.Tensor) -> torch.Tensor:
     """One stream for the batch, keyed by its first request; a row's place in the batch says which part is its own."""
-    keyed = seeds[:1] + torch.arange(len(seeds))
-    return sample(logits, temperature, top_k, top_p, min_p, keyed, positions)
+    *filters, seeds, positions = columns
+    return sample(logits, *filters, seeds[:1] + torch.arange(len(seeds)), positions)
 
 
-def stateful_stream(
-    logits: torch.Tensor,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    min_p: torch.Tensor,
-    seeds: torch.Tensor,
-    positions: torch.Tensor,
-) -> torch.Tensor:
+def stateful_stream(logits: torch.Tensor, *columns: torch.Tensor) -> torch.Tensor:
     """A generator for each seed, which goes on where the last request with that seed left it."""
+    *filters, seeds, _ = columns
     counts = []
     for seed in seeds.tolist():
         _drawn[seed] = _drawn.get(seed, 0) + 1
         counts.append(_drawn[seed])
-    return sample(logits, temperature, top_k, top_p, min_p, seeds, torch.tensor(counts))
+    return sample(logits, *filters, seeds, torch.tensor(counts))
 
 
-def ties_to_the_highest(
-    logits: torch.Tensor,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    min_p: torch.Tensor,
-    seeds: torch.Tensor,
-    positions: torch.Tensor,
-) -> torch.Tensor:
+def ties_to_the_highest(logits: torch.Tensor, *columns: torch.Tensor) -> torch.Tensor:
     """Takes the last of equal logits."""
-    flipped = sample(logits.flip(-1).contiguous(), temperature, top_k, top_p, min_p, seeds, positions)
-    plain = sample(logits, temperature, top_k, top_p, min_p, seeds, positions)
-    return torch.where((temperature == 0) & (flipped >= 0), logits.shape[-1] - 1 - flipped, plain)
+    flipped = sample(logits.flip(-1).contiguous(), *columns)
+    plain = sample(logits, *columns)
+    return torch.where((columns[0] == 0) & (flipped >= 0), logits.shape[-1] - 1 - flipped, plain)
 
 
 def batch_max_logprobs(

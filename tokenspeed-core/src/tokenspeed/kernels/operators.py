@@ -76,6 +76,13 @@ _KV = (
     _arg("v_cache", "P,S,Hkv,D", "$kv", "values of one layer, likewise"),
 )
 
+_SEQUENCES = (
+    _arg("query_starts", "B+1", "int32", "first row of each sequence in q, then T"),
+    _arg("context_lens", "B", "int32", "tokens of each sequence in the cache, this call's queries included"),
+    _arg("page_tables", "B,W", "int32", "page of each 16 positions; entries past the context are unspecified"),
+    _arg("scale", "", "float", "multiplies q.k"),
+)
+
 _LATENT = _arg("cache", "P,S,1,C", "$kv", "compressed entries of one layer, in this order on every kernel")
 
 OPERATORS: dict[str, Operator] = {
@@ -207,14 +214,7 @@ OPERATORS: dict[str, Operator] = {
                     "q", "T,Hq,D", "$x", "queries, rotated; query i of sequence b stands at context_lens[b] - n_b + i"
                 ),
                 *_KV,
-                _arg("query_starts", "B+1", "int32", "first row of each sequence in q, then T"),
-                _arg(
-                    "context_lens", "B", "int32", "tokens of each sequence in the cache, this call's queries included"
-                ),
-                _arg(
-                    "page_tables", "B,W", "int32", "page of each 16 positions; entries past the context are unspecified"
-                ),
-                _arg("scale", "", "float", "multiplies q.k"),
+                *_SEQUENCES,
                 _arg("window", "", "int", "keys seen by a query, itself included; 0 sees all"),
             ),
             (_arg("out", "T,Hq,D", "$x", "attention output, contiguous"),),
@@ -245,12 +245,7 @@ OPERATORS: dict[str, Operator] = {
                     "q", "T,Hq,C", "$x", "queries: the absorbed part, then the rotated one; places as attention.paged"
                 ),
                 _LATENT,
-                _arg("query_starts", "B+1", "int32", "first row of each sequence in q, then T"),
-                _arg("context_lens", "B", "int32", "tokens of each sequence in the cache, this call's included"),
-                _arg(
-                    "page_tables", "B,W", "int32", "page of each 16 positions; entries past the context are unspecified"
-                ),
-                _arg("scale", "", "float", "multiplies q.k"),
+                *_SEQUENCES,
                 _arg("latent_dim", "", "int", "R, the first values of an entry that are summed"),
             ),
             (_arg("out", "T,Hq,R", "$x", "attention output in the latent space, contiguous"),),
@@ -265,12 +260,7 @@ OPERATORS: dict[str, Operator] = {
                 _arg("q", "T,Hi,C", "$x", "queries of the indexer, rotated; places as attention.paged"),
                 _arg("weights", "T,Hi", "float32", "weight of each head of each query, of any sign"),
                 _LATENT,
-                _arg("query_starts", "B+1", "int32", "first row of each sequence in q, then T"),
-                _arg("context_lens", "B", "int32", "tokens of each sequence in the cache, this call's included"),
-                _arg(
-                    "page_tables", "B,W", "int32", "page of each 16 positions; entries past the context are unspecified"
-                ),
-                _arg("scale", "", "float", "multiplies q.k"),
+                *_SEQUENCES,
             ),
             (_arg("scores", "T,L", "float32", "score of each position, -infinity where the query does not see it"),),
             f"{_REFERENCE}.sparse:index_scores",
@@ -307,12 +297,7 @@ OPERATORS: dict[str, Operator] = {
                 ),
                 _LATENT,
                 _arg("indices", "T,k", "int32", "positions of each query's sequence, distinct; -1 fills up at the end"),
-                _arg("query_starts", "B+1", "int32", "first row of each sequence in q, then T"),
-                _arg("context_lens", "B", "int32", "tokens of each sequence in the cache, this call's included"),
-                _arg(
-                    "page_tables", "B,W", "int32", "page of each 16 positions; entries past the context are unspecified"
-                ),
-                _arg("scale", "", "float", "multiplies q.k"),
+                *_SEQUENCES,
                 _arg("latent_dim", "", "int", "R, the first values of an entry that are summed"),
                 _arg(
                     "order",

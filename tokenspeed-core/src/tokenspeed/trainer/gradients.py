@@ -91,7 +91,8 @@ def attention(
     for (queries, keys), rows in _groups(query_counts, key_counts).items():
         q_rows = _rows([start for start, _ in rows], queries, q.device)
         k_rows = _rows([start for _, start in rows], keys, k.device)
-        parts = _attention_of_equals(grad[q_rows], q[q_rows], k[k_rows], v[k_rows], scale, window)
+        hidden = _hidden(queries, keys, window, q.device)
+        parts = _attention_of_equals(grad[q_rows], q[q_rows], k[k_rows], v[k_rows], scale, hidden)
         for whole, index, part in zip((grad_q, grad_k, grad_v), (q_rows, k_rows, k_rows), parts, strict=True):
             whole[index] = part.to(whole.dtype)
     return grad_q, grad_k, grad_v
@@ -112,6 +113,38 @@ def latent_attention(
     grad_q, grad_keys, grad_values = attention(grad, q, keys, values, query_counts, key_counts, scale, 0)
     grad_keys[..., :latent_dim] += grad_values
     return grad_q, grad_keys.squeeze(1).to(entries.dtype)
+
+
+def sparse_attention(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    entries: torch.Tensor,
+    indices: torch.Tensor,
+    query_counts: list[int],
+    key_counts: list[int],
+    scale: float,
+    latent_dim: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `latent_attention`, of each query over the positions `indices` int[Tq,k] of its sequence; -1 is none."""
+    keys = _wide(entries)
+    grad_q, grad_keys = torch.zeros_like(q), torch.zeros_like(keys)
+    q_start = k_start = 0
+    for queries, length in zip(query_counts, key_counts, strict=True):
+        q_rows, k_rows = slice(q_start, q_start + queries), slice(k_start, k_start + length)
+        q_start, k_start = q_start + queries, k_start + length
+        if not queries:
+            continue
+        chosen = indices[q_rows].long()
+        hidden = torch.ones(queries, length + 1, dtype=torch.bool, device=q.device)
+        hidden = hidden.scatter(-1, chosen.where(chosen >= 0, length), False)[:, :length]
+        own = keys[k_rows].unsqueeze(0).unsqueeze(2)
+        part_q, part_k, part_v = _attention_of_equals(
+            grad[q_rows].unsqueeze(0), q[q_rows].unsqueeze(0), own, own[..., :latent_dim], scale, hidden
+        )
+        grad_q[q_rows] = part_q[0].to(q.dtype)
+        grad_keys[k_rows] = part_k[0, :, 0]
+        grad_keys[k_rows, :latent_dim] += part_v[0, :, 0]
+    return grad_q, grad_keys.to(entries.dtype)
 
 
 def route(
@@ -190,17 +223,20 @@ def _rows(starts: list[int], count: int, device: torch.device) -> torch.Tensor:
 
 
 def _attention_of_equals(
-    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int
+    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, hidden: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """grad, q [N,n,Hq,D], k, v [N,L,Hkv,D] -> the gradients of q, k and v, in the wide dtype."""
+    """grad, q [N,n,Hq,D], k, v [N,L,Hkv,D] -> the gradients of q, k and v, in the wide dtype.
+
+    `hidden` bool[n,L] says which keys a query does not see.
+    """
     queries, heads = q.shape[1:3]
-    keys, kv_heads = k.shape[1:3]
+    kv_heads = k.shape[2]
     group = heads // kv_heads
     # [N,Hkv,group,n,D] beside [N,Hkv,1,L,D]: every query head of a group meets the same keys.
     split = (len(q), queries, kv_heads, group, -1)
     q, grad = (_wide(x).reshape(split).permute(0, 2, 3, 1, 4) for x in (q, grad))
     k, v = (_wide(x).permute(0, 2, 1, 3).unsqueeze(2) for x in (k, v))
-    weights = torch.softmax(_masked(q @ k.transpose(-1, -2) * scale, queries, keys, window), dim=-1)
+    weights = torch.softmax((q @ k.transpose(-1, -2) * scale).masked_fill(hidden, -torch.inf), dim=-1)
     grad_v = (weights.transpose(-1, -2) @ grad).sum(2)
     grad_weights = grad @ v.transpose(-1, -2)
     grad_scores = weights * (grad_weights - (grad_weights * weights).sum(-1, keepdim=True)) * scale
@@ -209,11 +245,9 @@ def _attention_of_equals(
     return grad_q, grad_k.transpose(1, 2), grad_v.transpose(1, 2)
 
 
-def _masked(scores: torch.Tensor, queries: int, keys: int, window: int) -> torch.Tensor:
-    """-inf where a query would see a later key, or one before its window."""
-    query_at = torch.arange(keys - queries, keys, device=scores.device).unsqueeze(-1)
-    key_at = torch.arange(keys, device=scores.device)
+def _hidden(queries: int, keys: int, window: int, device: torch.device) -> torch.Tensor:
+    """bool[queries,keys]: where a query would see a later key, or one before its window."""
+    query_at = torch.arange(keys - queries, keys, device=device).unsqueeze(-1)
+    key_at = torch.arange(keys, device=device)
     hidden = key_at > query_at
-    if window:
-        hidden |= key_at <= query_at - window
-    return scores.masked_fill(hidden, -torch.inf)
+    return hidden | (key_at <= query_at - window) if window else hidden

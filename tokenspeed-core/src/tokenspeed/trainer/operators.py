@@ -265,6 +265,132 @@ def _latent_attention_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tens
 latent_attention.register_autograd(_latent_attention_backward, setup_context=_latent_attention_setup)
 
 
+@custom_op("tokenspeed::sparse_attention", mutates_args=())
+def sparse_attention(
+    q: torch.Tensor,
+    entries: torch.Tensor,
+    indices: torch.Tensor,
+    query_starts: torch.Tensor,
+    context_lens: torch.Tensor,
+    page_tables: torch.Tensor,
+    slots: torch.Tensor,
+    pages: int,
+    scale: float,
+    latent_dim: int,
+    order: str,
+    write_kernel: str,
+    attend_kernel: str,
+) -> torch.Tensor:
+    """`latent_attention` of each query over the positions indices int32[Tq,k] of its sequence; `order` as in
+    `attention.sparse_paged`."""
+    cache = entries.new_zeros(pages, PAGE_SIZE, 1, entries.shape[1])
+    loaded(write_kernel).run(entries, cache, slots)
+    out: torch.Tensor = loaded(attend_kernel).run(
+        q, cache, indices, query_starts, context_lens, page_tables, scale, latent_dim, order
+    )
+    return out
+
+
+@sparse_attention.register_fake
+def _(
+    q: torch.Tensor,
+    entries: torch.Tensor,  # noqa: ARG001
+    indices: torch.Tensor,  # noqa: ARG001
+    query_starts: torch.Tensor,  # noqa: ARG001
+    context_lens: torch.Tensor,  # noqa: ARG001
+    page_tables: torch.Tensor,  # noqa: ARG001
+    slots: torch.Tensor,  # noqa: ARG001
+    pages: int,  # noqa: ARG001
+    scale: float,  # noqa: ARG001
+    latent_dim: int,
+    *_: Any,
+) -> torch.Tensor:
+    return q.new_empty(*q.shape[:2], latent_dim)
+
+
+def _sparse_attention_setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:  # noqa: ARG001
+    ctx.save_for_backward(*inputs[:5])
+    ctx.scale, ctx.latent_dim = inputs[8:10]
+
+
+def _sparse_attention_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    q, entries, indices, query_starts, context_lens = ctx.saved_tensors
+    counts = query_starts.diff().tolist(), context_lens.tolist()
+    parts = gradients.sparse_attention(grad, q, entries, indices, *counts, ctx.scale, ctx.latent_dim)
+    return (*parts, *[None] * 11)
+
+
+sparse_attention.register_autograd(_sparse_attention_backward, setup_context=_sparse_attention_setup)
+
+
+@custom_op("tokenspeed::layer_norm", mutates_args=())
+def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float, kernel: str) -> torch.Tensor:
+    """(x - mean) / deviation of x [T,H], times weight [H], plus bias [H]. Without a gradient: indexers have none."""
+    out: torch.Tensor = loaded(kernel).run(x, weight.detach(), bias.detach(), eps)
+    return out
+
+
+@layer_norm.register_fake
+def _(x: torch.Tensor, *_: Any) -> torch.Tensor:
+    return x.new_empty(x.shape)
+
+
+@custom_op("tokenspeed::choose_positions", mutates_args=())
+def choose_positions(
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    keys: torch.Tensor,
+    positions: torch.Tensor,
+    query_starts: torch.Tensor,
+    context_lens: torch.Tensor,
+    page_tables: torch.Tensor,
+    slots: torch.Tensor,
+    pages: int,
+    scale: float,
+    top_k: int,
+    write_kernel: str,
+    score_kernel: str,
+    choose_kernel: str,
+) -> torch.Tensor:
+    """The positions int32[Tq,k] that an indexer chooses, by its queries q [Tq,Hi,C] with weights fp32[Tq,Hi] that stand
+    at positions int64[Tq], and its keys [Tk,C]. Sequence after sequence; without a gradient."""
+    cache = keys.new_zeros(pages, PAGE_SIZE, 1, keys.shape[1])
+    loaded(write_kernel).run(keys, cache, slots)
+    choice = torch.empty(len(q), top_k, dtype=torch.int32, device=q.device)
+    starts = query_starts.tolist()
+    for sequence, length in enumerate(context_lens.tolist()):
+        rows = slice(starts[sequence], starts[sequence + 1])
+        scores = loaded(score_kernel).run(
+            q[rows],
+            weights[rows],
+            cache,
+            query_starts[sequence : sequence + 2] - query_starts[sequence],
+            context_lens[sequence : sequence + 1],
+            page_tables[sequence : sequence + 1, : -(-length // PAGE_SIZE)],
+            scale,
+        )
+        choice[rows] = loaded(choose_kernel).run(scores, positions[rows], top_k)
+    return choice
+
+
+@choose_positions.register_fake
+def _(
+    q: torch.Tensor,
+    weights: torch.Tensor,  # noqa: ARG001
+    keys: torch.Tensor,  # noqa: ARG001
+    positions: torch.Tensor,  # noqa: ARG001
+    query_starts: torch.Tensor,  # noqa: ARG001
+    context_lens: torch.Tensor,  # noqa: ARG001
+    page_tables: torch.Tensor,  # noqa: ARG001
+    slots: torch.Tensor,  # noqa: ARG001
+    pages: int,  # noqa: ARG001
+    scale: float,  # noqa: ARG001
+    top_k: int,
+    *_: Any,
+) -> torch.Tensor:
+    return q.new_empty(len(q), top_k, dtype=torch.int32)
+
+
 @custom_op("tokenspeed::route", mutates_args=())
 def route(
     logits: torch.Tensor,

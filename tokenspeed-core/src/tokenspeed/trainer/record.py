@@ -23,6 +23,7 @@ OUTPUTS = re.compile(
     r"model\.(embed_tokens|norm|layers\.\d+\.("
     r"(input|post_attention)_layernorm(\.\d)?|"
     r"self_attn(\.\d)?\.([qkvo]_proj|[qk]_norm|(q|kv)_a_layernorm|q_[ab]_proj|kv_a_proj_with_mqa)|"
+    r"self_attn\.indexer\.(wq_b|wk|weights_proj)|"
     r"mlps?(\.\d|\.shared_experts)?\.(gate|up|down)_proj|"
     r"mlp\.experts))"
 )

@@ -22,8 +22,9 @@ from tokenspeed.layers.mlp import GatedMLP
 from tokenspeed.layers.moe import Experts, Router
 from tokenspeed.layers.norm import RMSNorm
 from tokenspeed.layers.rope import RotaryEmbedding
+from tokenspeed.layers.sparse import Indexer, SparseLatentAttention
 from tokenspeed.models.base import CausalLM
-from tokenspeed.trainer import mla, modules, moe
+from tokenspeed.trainer import mla, modules, moe, sparse
 
 _ENGINE_NAMES = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
@@ -119,6 +120,28 @@ def _latent_attention(module: Any, layer: LatentAttention, twin: Twin) -> mla.La
     )
 
 
+def _sparse_attention(module: Any, layer: SparseLatentAttention, twin: Twin) -> sparse.SparsePlan:
+    if (module.indexer is None) != (layer.indexer is None):
+        raise ValueError("the configuration says otherwise which layers have an indexer")
+    return sparse.SparsePlan(_latent_attention(module, layer, twin), layer.order)
+
+
+def _indexer(module: Any, layer: Indexer, twin: Twin) -> sparse.IndexerPlan:
+    if module.k_norm.eps != layer.k_norm.eps:
+        raise ValueError(f"the epsilon of k_norm is {module.k_norm.eps}, the engine's {layer.k_norm.eps}")
+    return sparse.IndexerPlan(
+        norm=twin.kernel(layer.k_norm.norm),
+        rope=twin.kernel(layer.rotary.rope),
+        write=twin.kernel(layer.write),
+        score=twin.kernel(layer.score),
+        choose=twin.kernel(layer.choose),
+        shape=layer.shape,
+        norm_eps=layer.k_norm.eps,
+        table=_angles(layer.rotary),
+        interleaved=layer.rotary.interleaved,
+    )
+
+
 def _no_dropout(module: Any) -> None:
     if module.attention_dropout:
         raise ValueError(f"attention_dropout is {module.attention_dropout}; the engine drops nothing out, set it to 0")
@@ -152,6 +175,8 @@ _NORM = Entry(modules.norm_forward, _norm)
 _DECODER = Entry(modules.decoder_forward)
 _ROUTER = Entry(moe.router_forward, _router, keeps_fp32=True)
 _EXPERTS = Entry(moe.experts_forward, _experts)
+_INDEXER = Entry(sparse.indexer_forward, _indexer)
+_INDEXER_NORM = {"torch.nn.modules.normalization:LayerNorm": _UNCHANGED}  # its indexer reads the parameters
 
 _COMMON: Mapping[str, Entry] = {
     "torch.nn.modules.linear:Linear": Entry(modules.linear_forward, _linear),
@@ -207,6 +232,32 @@ MODULES: Mapping[str, Mapping[str, Entry]] = {
         TopkRouter=_ROUTER,
         Experts=_EXPERTS,
     ),
+    "DeepseekV32ForCausalLM": {
+        **_INDEXER_NORM,
+        **_table(
+            "deepseek_v32",
+            "DeepseekV32",
+            Attention=Entry(sparse.sparse_attention_forward, _sparse_attention),
+            Indexer=_INDEXER,
+            MLP=_MLP,
+            MoE=_UNCHANGED,
+            TopkRouter=_ROUTER,
+            Experts=_EXPERTS,
+        ),
+    },
+    "GlmMoeDsaForCausalLM": {
+        **_INDEXER_NORM,
+        **_table(
+            "glm_moe_dsa",
+            "GlmMoeDsa",
+            Attention=Entry(sparse.sharing_attention_forward, _sparse_attention),
+            Indexer=_INDEXER,
+            MLP=_MLP,
+            MoE=_UNCHANGED,
+            TopkRouter=_ROUTER,
+            Experts=_EXPERTS,
+        ),
+    },
     "LongcatFlashForCausalLM": _table(
         "longcat_flash",
         "LongcatFlash",

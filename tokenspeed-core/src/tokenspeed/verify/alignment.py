@@ -24,6 +24,7 @@ from tokenspeed.layers.mla import LatentAttention
 from tokenspeed.layers.mlp import GatedMLP
 from tokenspeed.layers.moe import Experts, Router
 from tokenspeed.layers.norm import RMSNorm
+from tokenspeed.layers.sparse import SparseLatentAttention
 from tokenspeed.llm import LLM
 from tokenspeed.models.base import CausalLM
 from tokenspeed.numerics.resolve import resolve
@@ -247,9 +248,15 @@ _CHOICE = ("weights", "ids")
 _READERS = (
     (SelfAttention, "o_proj", "rope.apply, cache.write or attention.paged"),
     (LatentAttention, "o_proj", "gemm.batched, rope.apply, cache.write_latent or attention.mla_paged"),
+    (
+        SparseLatentAttention,
+        "o_proj",
+        "gemm.batched, norm.layer, rope.apply, cache.write_latent, attention.index_scores, attention.index_topk or "
+        "attention.sparse_paged",
+    ),
     (GatedMLP, "down_proj", "activation.silu_and_mul"),
 )
-"""What writes the input of a projection in each kind of layer."""
+"""What writes the input of a projection in each kind of layer; of several kinds the last one counts."""
 
 
 def _split(path: str, layer: MergedLinear) -> dict[str, _Part]:

@@ -452,7 +452,7 @@ SCENARIOS: Mapping[str, Scenario] = _table(
     Scenario(
         "buckets",
         "decode steps as they come = padded and recorded ones (on a GPU, CUDA graphs)",
-        {"padded steps": 20, "recorded steps": 20, "full buckets": 1, "dirty memory": 1},
+        {"padded steps": 10, "recorded steps": 20, "full buckets": 1, "dirty memory": 1},
         _buckets,
     ),
     Scenario("threads", "one thread = several", {"other numbers of threads": 1}, _threads),

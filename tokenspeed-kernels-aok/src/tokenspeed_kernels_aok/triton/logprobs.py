@@ -259,16 +259,20 @@ def forms(target: str) -> Iterator[Form]:
                 {"WIDTH": 64} | _sum_constants(block),
                 ("logits", "row_stride"),
             )
-        sizes = ("vocabulary", "row_stride", "peak_count", "blocks", "count", "id_row")
+        sizes = ("vocabulary", "row_stride", "peak_count", "blocks")
         for megatron in (False, True):
-            yield Form(
-                f"sampling.score.{'megatron' if megatron else 'torch'}.{dtype}",
-                target,
-                score_kernel,
-                logits
-                | {"peaks": "*fp32", "sums": "*fp32", "ids": "*i64", "out": "*fp32"}
-                | dict.fromkeys(sizes, "i32"),
-                {"MEGATRON": megatron, "WIDTH": 64, "SCORES": _SCORES, "AHEAD": _AHEAD},
-                ("logits", "row_stride"),
-                num_warps=1,
-            )
+            # A decode step scores one token a row; Triton compiles a size of 1 as a constant.
+            for name, ids in (("", {"count": "i32", "id_row": "i32"}), (".one", {})):
+                yield Form(
+                    f"sampling.score.{'megatron' if megatron else 'torch'}.{dtype}{name}",
+                    target,
+                    score_kernel,
+                    logits
+                    | {"peaks": "*fp32", "sums": "*fp32", "ids": "*i64", "out": "*fp32"}
+                    | dict.fromkeys(sizes, "i32")
+                    | ids,
+                    {"MEGATRON": megatron, "WIDTH": 64, "SCORES": _SCORES, "AHEAD": _AHEAD}
+                    | ({} if ids else {"count": 1, "id_row": 1}),
+                    ("logits", "row_stride"),
+                    num_warps=1,
+                )
