@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import tokenspeed_models
 from tokenspeed.config_sources import load_config
-from tokenspeed.errors import Problem
+from tokenspeed.errors import Problem, StartRefused
 from tokenspeed.machine import named_machine
-from tokenspeed.startup import Examination, examine
+from tokenspeed.startup import Examination, examine, launch, prepare
 
 BASE = ["tokenspeed-reference", "tokenspeed-models"]
 
@@ -35,6 +38,8 @@ CONFIG = {
     "vocab_size": 320,
     "dtype": "bfloat16",
 }
+
+SMALL = {name: value for name, value in CONFIG.items() if name not in ("architectures", "dtype", "num_attention_heads")}
 
 ACME = """
 from dataclasses import replace
@@ -158,3 +163,40 @@ def test_selection_order_conflicts_with_the_promise(folder: Any) -> None:
     assert "--dsa-slot-order selection" in problem.summary
     assert "--dsa-slot-order sorted" in problem.summary
     assert look(folder, "tokenspeed-kernels-aok", numerics="rl-bitwise", dsa_slot_order="sorted").problems == ()
+
+
+LIAR = """
+from tokenspeed import BATCH_INVARIANT
+from tokenspeed_kernels_aok.cpu.sparse import attention
+
+def as_they_come(*arguments):
+    return attention(*arguments[:-1], "selection")
+
+@hookimpl
+def tokenspeed_kernels():
+    return [KernelSpec("liar.sparse", "attention.sparse_paged", "liar", "liar_kernels:as_they_come",
+                       ({"x": "bfloat16", "kv": "bfloat16"},), features=frozenset({BATCH_INVARIANT}),
+                       traits=trait_table({"slot_order": {"sorted"}}), priority=Priority.PLUGIN)]
+"""
+
+
+def test_who_declares_sorted_order_and_reduces_as_the_indices_come_is_found_at_the_start(
+    folder: Any, make_checkpoint: Any
+) -> None:
+    model = make_checkpoint(
+        "DeepseekV32", dtype=torch.bfloat16, num_key_value_heads=6, n_group=1, topk_group=1, **SMALL
+    )
+    folder.install("liar-kernels", LIAR)
+
+    def start(**options: Any) -> Any:
+        tokenizer = str(Path(tokenspeed_models.__file__).parent / "tiny")
+        config = {"model": str(model), "tokenizer": tokenizer, "num_kv_pages": 64, "max_model_len": 256, **options}
+        return launch(prepare(load_config(config, environ={})))
+
+    with pytest.raises(StartRefused) as caught:
+        start(numerics="rl-bitwise")
+    (problem,) = caught.value.problems
+    assert problem.kind == "unproved-kernel"
+    assert problem.summary.startswith("kernel liar.sparse of liar-kernels 1.2.3 does not keep what it declares")
+    assert problem.details[0].startswith("layout: pages in another order")
+    start(numerics="rl-bitwise", kernel={"attention.sparse_paged": "aok.attention.sparse_paged"})
