@@ -119,7 +119,7 @@ def test_the_public_function_chooses_and_rows_of_no_sequence_are_zero() -> None:
     assert not out[4:].any()
 
 
-@pytest.mark.parametrize("window", [0, 20, 270])
+@pytest.mark.parametrize("window", [0, 20, 270] if THOROUGH else [0, 270])
 def test_one_program_for_all_splits_and_one_for_each_give_the_same_bits(window: int) -> None:
     call = make_call([5, 300, 513], [5, 1, 2])
     assert same_bits(call.run(window, whole=False), call.run(window))
@@ -131,7 +131,7 @@ def test_decode_is_prefill_and_chunks_are_the_whole(arch: str) -> None:
     tile = attention_tile(arch, 16, 2)
     prefill = call.run(tile=tile)
     assert torch.isfinite(prefill).all()
-    for position in (0, 15, 16, 63, 64, 255, 256, 289):
+    for position in (0, 15, 16, 63, 64, 255, 256, 289) if THOROUGH or arch == arch_of(DEVICE) else (16, 256, 289):
         for whole in (True, False):
             decode = call.upto(0, position + 1, 1).run(tile=tile, whole=whole)
             assert same_bits(decode[0], prefill[position]), f"decode at {position} differs from prefill"
