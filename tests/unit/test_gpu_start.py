@@ -19,6 +19,7 @@ from tokenspeed.machine import Machine, choose_device, named_machine, read_machi
 from tokenspeed.numerics.resolve import ResolvedNumerics, resolve
 from tokenspeed.numerics.settings import GpuSettings, gpu_settings
 from tokenspeed.sizing import Footprint, Sizes, choose_sizes
+from tokenspeed.startup import launching
 
 GIB = 1 << 30
 H200 = replace(named_machine("sm90"), gpu_memory_bytes=141 * GIB, gpu_free_bytes=140 * GIB)
@@ -153,7 +154,7 @@ def test_a_full_gpu_refuses_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. 1 GiB is free")
 
     prepared = startup.prepare(config(), named_machine("cpu-avx2"))
-    monkeypatch.setattr(startup, "_import_kernels", full)
+    monkeypatch.setattr(launching, "_import_kernels", full)
     with pytest.raises(StartRefused) as refused:
         startup.launch(prepared)
     assert str(refused.value).splitlines()[:4] == [
