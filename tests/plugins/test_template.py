@@ -7,8 +7,10 @@ import os
 import subprocess
 import sys
 import tomllib
+from importlib import resources
 from pathlib import Path
 
+import copier
 import pytest
 from click.testing import CliRunner
 
@@ -67,12 +69,21 @@ def test_files(kind: str) -> None:
     assert {"pyproject.toml", "README.md", "tests/test_contract.py", "ci/github-workflow.yml", ".gitignore"} <= set(
         files
     )
-    assert not [path for path, text in files.items() if "@name@" in text or "@package@" in path + text]
+    assert not [path for path, text in files.items() if "{{" in path + text or "{%" in text]
     project = tomllib.loads(files["pyproject.toml"])["project"]
     assert project["dependencies"][0] == "tokenspeed>={},<{}".format(*compatible_versions(__version__))
     for path, text in files.items():
         if path.endswith(".py"):
             compile(text, path, "exec")
+
+
+@pytest.mark.parametrize("kind", ["kernels", "model"])
+def test_copier_makes_the_same(kind: str, tmp_path: Path) -> None:
+    name = f"tokenspeed-{kind}-my-own"
+    template = resources.files("tokenspeed") / "templates"
+    copier.run_copy(str(template), tmp_path, data={"name": name, "kind": kind}, defaults=True, quiet=True)
+    made = {str(path.relative_to(tmp_path)): path.read_text() for path in tmp_path.rglob("*") if path.is_file()}
+    assert made == dict(generated(name, kind))
 
 
 def test_the_requirement_covers_a_minor_version() -> None:

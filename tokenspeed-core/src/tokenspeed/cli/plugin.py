@@ -9,14 +9,15 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 
 import click
+import jinja2
+import yaml
 
-from tokenspeed import __version__
 from tokenspeed.cli.commands import PLUGIN_COMMANDS
 from tokenspeed.cli.lazy import LazyGroup
 
-KINDS = {"kernels": "Kernels for tokenspeed", "model": "A model architecture for tokenspeed"}
+KINDS = ("kernels", "model")
 
-_PREFIX = {"kernels": "tokenspeed-kernels-", "model": "tokenspeed-models-"}
+_SUFFIX = ".jinja"
 
 
 @click.group(cls=LazyGroup, lazy=PLUGIN_COMMANDS)
@@ -26,7 +27,9 @@ def plugin() -> None:
 
 @click.command()
 @click.argument("name")
-@click.option("--kind", type=click.Choice(list(KINDS)), default="kernels", help="What it brings.", show_default=True)
+@click.option(
+    "--kind", type=click.Choice(["kernels", "model"]), default="kernels", help="What it brings.", show_default=True
+)
 @click.option("--into", metavar="DIR", default=".", help="Where the package's folder is made.", show_default=True)
 def new(name: str, kind: str, into: str) -> None:
     """Generate a package called NAME, ready to build, test and publish.
@@ -46,27 +49,21 @@ def new(name: str, kind: str, into: str) -> None:
 
 
 def generated(name: str, kind: str) -> Iterator[tuple[str, str]]:
-    """(path, content) of every file of a new package."""
-    short = name.removeprefix(_PREFIX[kind]) or name
-    lower, upper = compatible_versions(__version__)
-    words = {
-        "name": name,
-        "package": name.replace("-", "_"),
-        "short": short.replace("-", "_"),
-        "camel": "".join(word.capitalize() for word in short.split("-")),
-        "description": f"{KINDS[kind]}: {short}",
-        "lower": lower,
-        "upper": upper,
-        "test_extras": '"pytest>=8"' if kind == "kernels" else '"pytest>=8", "transformers>=5.0"',
-    }
-
-    def fill(text: str) -> str:
-        return re.sub(r"@(\w+)@", lambda match: words[match[1]], text)
-
+    """(path, content) of every file of a new package: the copier template in `templates`, its questions answered."""
     root = importlib.resources.files("tokenspeed") / "templates"
-    for part in ("common", kind):
-        for path, file in _files(root / part, ""):
-            yield fill(path.removesuffix(".in")), fill(file.read_text(encoding="utf-8"))
+    environment = jinja2.Environment(
+        loader=jinja2.FunctionLoader(lambda path: (root / path).read_text(encoding="utf-8")),
+        undefined=jinja2.StrictUndefined,
+        keep_trailing_newline=True,
+        autoescape=False,
+    )
+    answers = {"name": name, "kind": kind}
+    for key, question in yaml.safe_load((root / "copier.yml").read_text(encoding="utf-8")).items():
+        if not key.startswith("_") and key not in answers:
+            answers[key] = environment.from_string(question["default"]).render(answers)
+    for path, file in _files(root / kind, ""):
+        text = environment.from_string(file.read_text(encoding="utf-8")).render(answers)
+        yield environment.from_string(path.removesuffix(_SUFFIX)).render(answers), text
 
 
 def compatible_versions(version: str) -> tuple[str, str]:
@@ -82,5 +79,5 @@ def _files(folder: Traversable, prefix: str) -> Iterator[tuple[str, Traversable]
         path = f"{prefix}{entry.name}"
         if entry.is_dir():
             yield from _files(entry, f"{path}/")
-        elif entry.name.endswith(".in"):
+        elif entry.name.endswith(_SUFFIX):
             yield path, entry
