@@ -165,7 +165,10 @@ void pack_panels(const PackArgs& a) {
 
 }  // namespace
 
-void pack(const PackArgs* a) { a->dtype == kBFloat16 ? pack_panels<uint16_t>(*a) : pack_panels<float>(*a); }
+void pack(const PackArgs* a) {
+    if (a->n == 0 || a->k == 0) return;  // nothing, perhaps at no address
+    a->dtype == kBFloat16 ? pack_panels<uint16_t>(*a) : pack_panels<float>(*a);
+}
 
 void gemm(const GemmArgs* a) {
     if (a->x_dtype == kBFloat16 && a->weight_dtype == kBFloat16) {
