@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tokenspeed.cli.output import print_json, print_rich, print_table
+from tokenspeed.cli.progress import counted
 
 if TYPE_CHECKING:
     import torch
@@ -57,7 +58,9 @@ def kernels(
     bound = _BoundKernels()
     lines = [
         _measured(case, bound, seconds)
-        for case in cases(operators, rows or (1, 2, 4, 8, 16, 32, 128, 512), getattr(torch, dtype))
+        for case in counted(
+            cases(operators, rows or (1, 2, 4, 8, 16, 32, 128, 512), getattr(torch, dtype)), "measuring"
+        )
     ]
     if as_json:
         print_json({"threads": torch.get_num_threads(), "torch": torch.__version__, "dtype": dtype, "cases": lines})

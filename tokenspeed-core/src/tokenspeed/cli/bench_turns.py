@@ -7,12 +7,13 @@ second round the order of the two is exchanged.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import click
 
 from tokenspeed.cli.output import print_table
+from tokenspeed.cli.progress import counted
 
 if TYPE_CHECKING:
     from tokenspeed.cli.bench_engine import Timing
@@ -92,11 +93,11 @@ def compare(
 
     `ratio` is the speed of the second side divided by that of the first.
     """
-    for side in sides.values():
+    for side in counted(sides.values(), "warming up"):
         side.run(max(batches), input_len, 4)
     jobs = {"prefill": (1, prefill_len, 1)}
     jobs |= {f"decode, batch {batch}": (batch, input_len, output_len) for batch in batches}
-    return [{"work": name, **_in_turns(sides, *job, rounds=rounds)} for name, job in jobs.items()]
+    return [{"work": name, **_in_turns(sides, *job, rounds=counted(range(rounds), name))} for name, job in jobs.items()]
 
 
 def print_rows(rows: Sequence[Mapping[str, Any]], sides: Mapping[str, Side]) -> None:
@@ -128,10 +129,10 @@ def hold_to(rows: Sequence[Mapping[str, Any]], at_least: float | None) -> None:
 
 
 def _in_turns(
-    sides: Mapping[str, Side], batch: int, input_len: int, output_len: int, *, rounds: int
+    sides: Mapping[str, Side], batch: int, input_len: int, output_len: int, *, rounds: Iterable[int]
 ) -> dict[str, float]:
     seconds: dict[str, list[float]] = {name: [] for name in sides}
-    for number in range(rounds):
+    for number in rounds:
         for name in sides if number % 2 else reversed(list(sides)):
             timing = sides[name].run(batch, input_len, output_len)
             decoding = timing.total - max(timing.first_tokens.values())
