@@ -47,7 +47,7 @@ def test_verify_prints_every_equality_with_its_proof(model_dir: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "every equality holds" in result.output
     assert "preempted for want of pages" in result.output
-    report = json.loads(run("verify", model_dir, "--only", "order", "--json").output)
+    report = json.loads(run("verify", model_dir, "--only", "order", "--json").stdout)
     assert report["holds"] is True
     (scenario,) = report["scenarios"]
     assert scenario["compared"] > 40
@@ -72,7 +72,7 @@ def test_verify_names_an_unknown_scenario(model_dir: Path) -> None:
 def test_verify_a_server_by_url(bitwise: Any) -> None:
     chosen = [part for name in ("http-order", "http-prefill", "http-streaming") for part in ("--only", name)]
     result = run("verify", "--url", bitwise.url, *chosen, "--json")
-    report = json.loads(result.output)
+    report = json.loads(result.stdout)
     assert result.exit_code == 0
     assert [scenario["verdict"] for scenario in report["scenarios"]] == ["holds"] * 3
     assert report["fingerprint"].startswith("tokenspeed-")
@@ -105,7 +105,7 @@ def test_certify_writes_what_check_accepts(model_dir: Path, tmp_path: Path, monk
 
 def test_check_shows_what_changed_without_effect(certificate: Path, model_dir: Path) -> None:
     result = run("check", certificate, model_dir, "--threads", "1", "--json")
-    found = json.loads(result.output)
+    found = json.loads(result.stdout)
     assert (result.exit_code, found["matches"]) == (0, True)
 
 
@@ -167,7 +167,7 @@ def saved(bitwise: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_replay_of_http_replies(saved: Path, model_dir: Path, bitwise: Any) -> None:
     result = run("replay", saved, model_dir, "--json")
-    found = json.loads(result.output)
+    found = json.loads(result.stdout)
     assert result.exit_code == 0, result.output
     assert found["samples"] == 6
     assert found["logprobs"] == found["tokens"] > 30
@@ -198,7 +198,7 @@ def test_replay_of_generate(model_dir: Path, tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     result = run("replay", replies, model_dir, "--json")
     assert result.exit_code == 0, result.output
-    assert json.loads(result.output)["samples"] == 3
+    assert json.loads(result.stdout)["samples"] == 3
 
 
 @pytest.mark.parametrize(("line", "message"), [("{}", "line 1 lacks"), ("nonsense", "line 1")])

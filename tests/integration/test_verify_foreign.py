@@ -19,7 +19,7 @@ NOT_REPORTED = {"http-prefix", "http-prefill", "http-samples", "http-top-k", "ht
 def verify(engine: Alone, *options: str) -> tuple[int, dict[str, dict[str, Any]]]:
     with foreign_server(engine) as url:
         result = CliRunner().invoke(cli, ["numerics", "verify", "--url", url, "--json", *options])
-    report = json.loads(result.output)
+    report = json.loads(result.stdout)
     assert report["holds"] is (result.exit_code == 0)
     return result.exit_code, {each["scenario"]: each for each in report["scenarios"]}
 

@@ -9,7 +9,6 @@ with LLM("tiny", numerics="rl-bitwise") as llm:
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,11 +21,10 @@ from typing import Any, Self
 
 import msgspec
 import torch
-from rich.console import Console
 
 from tokenspeed import startup
 from tokenspeed.chat import ChatTemplate
-from tokenspeed.cli.progress import StartProgress
+from tokenspeed.cli.progress import start_progress
 from tokenspeed.config import EngineConfig
 from tokenspeed.config_sources import config_from_arguments
 from tokenspeed.engine.engine import Engine, EngineStats
@@ -36,7 +34,7 @@ from tokenspeed.engine.validation import validate_params
 from tokenspeed.errors import EngineDead, RequestError
 from tokenspeed.loading.generation_config import sampling_defaults
 from tokenspeed.numerics.plan import Plan
-from tokenspeed.progress import is_wanted, request_progress
+from tokenspeed.progress import request_progress
 from tokenspeed.results import CompletionOutput, RequestOutput, Score, absorb
 from tokenspeed.tokenizer import Tokenizer
 
@@ -85,8 +83,7 @@ class LLM:
 
     def _start(self, config: EngineConfig, progress: bool | None) -> None:
         prepared = startup.prepare(config)
-        with contextlib.ExitStack() as stack:
-            report = stack.enter_context(StartProgress(Console(stderr=True))) if is_wanted(progress) else None
+        with start_progress(progress) as report:
             self._engine: Engine | None = startup.launch(prepared, report)
         self.plan: Plan = prepared.plan
         self._progress = progress

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -54,7 +53,7 @@ def verify(
         _replay(Path(replayed), host)
         return
     chosen = _chosen(host, plugin, kernel)
-    reports = _run(chosen, host, read_machine(device), only, quiet=as_json)
+    reports = _run(chosen, host, read_machine(device), only)
     saved = _save(reports, Path(folder))
     if as_json:
         print_json({"kit": KIT_VERSION, "kernels": [report.as_dict() for report in reports], "saved": saved})
@@ -83,18 +82,14 @@ def _chosen(host: PluginHost, plugin: str | None, kernel: str | None) -> list[Ke
     return sorted(specs, key=lambda spec: (spec.distribution, spec.operator, spec.name))
 
 
-def _run(
-    specs: list[KernelSpec], host: PluginHost, machine: Machine, only: tuple[str, ...], *, quiet: bool
-) -> list[KernelReport]:
+def _run(specs: list[KernelSpec], host: PluginHost, machine: Machine, only: tuple[str, ...]) -> list[KernelReport]:
     from tokenspeed.testing.verify import verify_kernel
 
     others = host.kernels()
-    with ExitStack() as stack:
-        status = None if quiet else stack.enter_context(console().status(""))
+    with console(stderr=True).status("") as status:
 
         def tell(spec: KernelSpec, check: str) -> None:
-            if status is not None:
-                status.update(f"{spec.name}: {check}")
+            status.update(f"{spec.name}: {check}")
 
         return [verify_kernel(spec, machine, others, only=only, listener=tell) for spec in specs]
 

@@ -41,9 +41,9 @@ def align(config: EngineConfig, file: Path, as_json: bool) -> None:
     if "numerics" not in given and "trainer" not in given:
         config = replace(config, numerics="rl-bitwise", trainer=found.trainer)
     with ExitStack() as stack:
-        llm = stack.enter_context(LLM.from_config(config, progress=False if as_json else None))
+        llm = stack.enter_context(LLM.from_config(config))
         found = read_dump(file, vocab_size=llm.engine.limits.vocab_size)
-        display = stack.enter_context(VerifyDisplay(console(), quiet=as_json))
+        display = stack.enter_context(VerifyDisplay(console(stderr=as_json)))
         report = compare(llm, found, display)
         if as_json:
             print_json(report.as_dict())

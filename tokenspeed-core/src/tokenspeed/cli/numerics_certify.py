@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import click
 
-from tokenspeed.cli.numerics_verify import run_in_process, under_rl_bitwise
+from tokenspeed.cli.numerics_verify import load_lab, run_in_process, under_rl_bitwise
 from tokenspeed.cli.options import EngineCommand, engine_options
 from tokenspeed.cli.output import console, print_json
 from tokenspeed.config import MACHINE, MODEL, NUMERICS, REPLIES, EngineConfig
@@ -121,9 +121,7 @@ def replay(file: BinaryIO, config: EngineConfig, url: str | None, url_key: str |
         endpoint.discover()
         report = compare(saved, endpoint.many_in_turn, fingerprint=endpoint.fingerprint)
     else:
-        from tokenspeed.verify.lab import Lab
-
-        lab = Lab(under_rl_bitwise(config))
+        lab = load_lab(under_rl_bitwise(config))
         report = compare(
             saved,
             lambda items: _derive(lab, items),
@@ -155,12 +153,11 @@ def _local_certificate(old: Certificate, config: EngineConfig) -> tuple[Certific
     from dataclasses import replace
 
     from tokenspeed.verify.items import result_digest
-    from tokenspeed.verify.lab import Lab
     from tokenspeed.verify.scenarios import WORKS, Stage
 
     if "model" not in config.given:
         config = replace(config, model=str(old.provenance.get("model", config.model)))
-    lab = Lab(under_rl_bitwise(config), rehash=True)
+    lab = load_lab(under_rl_bitwise(config), rehash=True)
     work = WORKS.get(str(old.provenance.get("harness", {}).get("work", "")))
     if work is None:
         return lab.certificate, None

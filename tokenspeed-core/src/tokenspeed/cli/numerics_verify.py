@@ -48,7 +48,7 @@ def verify(
     from tokenspeed.cli.verify_display import VerifyDisplay
 
     check_names(only)
-    with VerifyDisplay(console(), quiet=as_json) as display:
+    with VerifyDisplay(console(stderr=as_json)) as display:
         if url is None:
             _, report = run_in_process(config, quick=quick, only=only, display=display, soak_seconds=soak_seconds)
         else:
@@ -88,14 +88,13 @@ def run_in_process(
     from tokenspeed.verify import soak
     from tokenspeed.verify.child import child_server
     from tokenspeed.verify.invariance import HTTP, verify_engine, verify_served
-    from tokenspeed.verify.lab import Lab
     from tokenspeed.verify.scenarios import FULL, QUICK
 
     config = under_rl_bitwise(config)
     work = QUICK if quick else FULL
     wants_server = not only or any(name.startswith(HTTP) for name in only if name != HTTP + soak.SOAK)
     with ExitStack() as stack:
-        lab = Lab(config, rehash=rehash)
+        lab = load_lab(config, rehash=rehash)
         # The other process starts while this one works.
         sizes = {**SERVER_SIZES, "max_model_len": lab.longest, "threads": lab.threads}
         server = stack.enter_context(child_server(config, **sizes)) if wants_server else None
@@ -128,6 +127,15 @@ def run_in_process(
                 listener=display,
             )
     return lab, report
+
+
+def load_lab(config: EngineConfig, *, rehash: bool = False) -> Lab:
+    """The model of `config` in this process; its loading shows on standard error, if that is a terminal."""
+    from tokenspeed.cli.progress import start_progress
+    from tokenspeed.verify.lab import Lab
+
+    with start_progress() as progress:
+        return Lab(config, progress, rehash=rehash)
 
 
 SERVER_SIZES = {"num_kv_pages": 4096, "max_num_seqs": 64}

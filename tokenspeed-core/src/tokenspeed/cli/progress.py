@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn, track
+
+from tokenspeed.progress import is_wanted
 
 Item = TypeVar("Item")
 
@@ -56,3 +59,13 @@ class StartProgress:
                 self._live.remove_task(task)
             self._live.add_task(stage, total=total or None)
         self._live.update(self._live.task_ids[-1], completed=done, total=total or None)
+
+
+@contextmanager
+def start_progress(choice: bool | None = None) -> Iterator[StartProgress | None]:
+    """On standard error, if `choice` says so (None: if that is a terminal); else None."""
+    if not is_wanted(choice):
+        yield None
+        return
+    with StartProgress(Console(stderr=True)) as progress:
+        yield progress

@@ -22,17 +22,16 @@ _STYLES = {
 
 
 class VerifyDisplay:
-    """Call it as the harness's listener. Use as a context manager. `quiet` shows nothing until `finish`."""
+    """Call it as the harness's listener. Use as a context manager."""
 
-    def __init__(self, console: Console, *, quiet: bool = False) -> None:
+    def __init__(self, console: Console) -> None:
         self._console = console
-        self._quiet = quiet
         self._results: list[Result] = []
         self._running: Result | None = None
         self._live = Live(console=console, refresh_per_second=8, transient=True) if console.is_terminal else None
 
     def __enter__(self) -> VerifyDisplay:
-        if self._live is not None and not self._quiet:
+        if self._live is not None:
             self._live.start()
         return self
 
@@ -47,8 +46,6 @@ class VerifyDisplay:
         self._running = None if over else result
         if over:
             self._results.append(result)
-        if self._quiet:
-            return
         if self._live is not None:
             self._live.update(self._table())
         elif over:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 import torch.nn.functional as F
 
+from tokenspeed import huge_pages
 from tokenspeed.kernels.case import COLD_BYTES, Call, Case, Kernel, calling, need, running
 from tokenspeed.kernels.operators import PAGE_SIZE
 from tokenspeed.kernels.reference.moe import route
@@ -50,7 +51,7 @@ def grouped_experts(rows: Sequence[int], dtype: torch.dtype) -> Iterator[Case]:
         layers = []
         for _ in range(max(1, COLD_BYTES // layer_bytes)):
             gate_up, down = torch.randn(experts, 2 * intermediate, hidden), torch.randn(experts, hidden, intermediate)
-            layers.append(((gate_up * 0.02).to(dtype), (down * 0.02).to(dtype)))
+            layers.append((huge_pages.copied((gate_up * 0.02).to(dtype)), huge_pages.copied((down * 0.02).to(dtype))))
         for m in rows:
             x = torch.randn(m, hidden).to(dtype)
             weights, ids = route(torch.randn(m, experts), None, k, "softmax", "torch")
@@ -62,8 +63,17 @@ def grouped_experts(rows: Sequence[int], dtype: torch.dtype) -> Iterator[Case]:
                 _plain_experts(layers, x, weights, ids),
                 read_bytes=len(used) * layer_bytes // experts,
                 flops=6 * m * k * hidden * intermediate,
-                memory=[part[expert] for layer in layers for part in layer for expert in used.tolist()],
+                memory=[
+                    span for gate_up, _ in layers for span in _spans(gate_up, 3 * len(used) * hidden * intermediate)
+                ],
             )
+
+
+def _spans(weight: torch.Tensor, count: int) -> list[torch.Tensor]:
+    """`weight` cut into vectors of `count` elements, or of all that it has; without the rest."""
+    flat = weight.view(-1)
+    size = min(count, len(flat))
+    return list(flat[: len(flat) // size * size].view(-1, size))
 
 
 def _running_experts(

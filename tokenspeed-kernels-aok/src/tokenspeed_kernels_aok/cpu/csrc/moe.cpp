@@ -203,14 +203,20 @@ struct Assignment {
     }
 };
 
+// Columns of a task, of `columns` in all: wide strips keep memory streaming, narrow ones keep every thread busy.
+AOK_INLINE int64_t strip_width(int64_t columns, int64_t threads) {
+    constexpr int64_t least = 128, most = 512, tasks_per_thread = 4;
+    return smaller(larger(columns / (threads * tasks_per_thread) / least * least, least), most);
+}
+
 // y[row, :] = x[row, :] times the transpose of the weight of the row's expert: a task for each strip of columns of each
 // expert that has rows.
 void project(const ExpertsArgs& a, const Assignment& assigned, const void* x, const void* weight, int64_t expert_bytes,
              int64_t n, int64_t k, void* y) {
     const int64_t x_size = a.x_dtype == kBFloat16 ? 2 : 4, weight_size = a.weight_dtype == kBFloat16 ? 2 : 4;
-    constexpr int64_t strip = 128;
-    const int64_t strips = ceil_div(n, strip);
     const int64_t threads = threads_for(assigned.rows * n * k, 1 << 18, a.threads);
+    const int64_t strip = strip_width(assigned.used_count * n, threads);
+    const int64_t strips = ceil_div(n, strip);
     parallel_tasks(assigned.used_count * strips, threads, [&](const auto& take) {
         for (int64_t task = take(); task < assigned.used_count * strips; task = take()) {
             const int64_t expert = assigned.used[task / strips], column = task % strips * strip;
