@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from tokenspeed.kernels.reference.plugin import tokenspeed_kernels
 from tokenspeed.trainer import gradients, kernels, operators
 from tokenspeed.trainer.layout import make_layout
+from tokenspeed.trainer.registration import operator
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -47,6 +49,11 @@ def attention(
         out.append(torch.einsum("hnl,lhd->nhd", weights, own_v))
         q_start, k_start = q_start + n, k_start + length
     return torch.cat(out)
+
+
+def ragged(queries: list[int], keys: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """`query_starts` and `context_lens` of sequences with so many queries and keys."""
+    return torch.tensor([0, *itertools.accumulate(queries)], dtype=torch.int32), torch.tensor(keys, dtype=torch.int32)
 
 
 def sparse_attention(
@@ -149,13 +156,13 @@ CASES: dict[str, tuple[Callable[..., torch.Tensor], Callable[..., Any], tuple[to
     ),
     "latent_attention": (
         lambda q, entries: attention(q, entries[:, None], entries[:, None, :4], [1, 4, 2], [4, 4, 7], 0),
-        lambda grad, q, entries: gradients.latent_attention(grad, q, entries, [1, 4, 2], [4, 4, 7], SCALE, 4),
+        lambda grad, q, entries: gradients.latent_attention(grad, q, entries, *ragged([1, 4, 2], [4, 4, 7]), SCALE, 4),
         (random(7, 3, 6), random(15, 6, seed=1)),
     ),
     "sparse_attention": (
         lambda q, entries: sparse_attention(q, entries, POSITIONS_CHOSEN, [1, 4, 2], [4, 4, 7], 4),
         lambda grad, q, entries: gradients.sparse_attention(
-            grad, q, entries, POSITIONS_CHOSEN, [1, 4, 2], [4, 4, 7], SCALE, 4
+            grad, q, entries, POSITIONS_CHOSEN, *ragged([1, 4, 2], [4, 4, 7]), SCALE, 4
         ),
         (random(7, 3, 6), random(15, 6, seed=1)),
     ),
@@ -181,7 +188,9 @@ CASES: dict[str, tuple[Callable[..., torch.Tensor], Callable[..., Any], tuple[to
     **{
         f"attention {queries} of {keys}, window {window}": (
             lambda q, k, v, n=queries, m=keys, w=window: attention(q, k, v, n, m, w),
-            lambda grad, q, k, v, n=queries, m=keys, w=window: gradients.attention(grad, q, k, v, n, m, SCALE, w),
+            lambda grad, q, k, v, n=queries, m=keys, w=window: gradients.attention(
+                grad, q, k, v, *ragged(n, m), SCALE, w
+            ),
             (random(sum(queries), 4, 3), random(sum(keys), 2, 3, seed=1), random(sum(keys), 2, 3, seed=2)),
         )
         for queries, keys, window in RAGGED
@@ -321,6 +330,16 @@ def test_operator_is_registered_properly(name: str) -> None:
     run = getattr(operators, name)
     utilities = ("test_schema", "test_autograd_registration", "test_faketensor")
     assert set(torch.library.opcheck(run, arguments, test_utils=utilities).values()) == {"SUCCESS"}
+
+
+def test_a_formula_that_names_no_argument_is_refused() -> None:
+    def double(x: torch.Tensor, factor: float) -> torch.Tensor:
+        return x * factor
+
+    for number, wrong in enumerate(({"of": ("y",)}, {"backward": lambda grad, y: grad * y})):
+        described: dict[str, Any] = {"backward": lambda grad, factor: grad * factor, "of": ("x",), **wrong}
+        with pytest.raises(TypeError, match=r"^y: the operator takes x, factor$"):
+            operator(f"tokenspeed_test::double_{number}", fake=lambda x: x.new_empty(x.shape), **described)(double)
 
 
 def test_operators_of_an_indexer_are_registered_properly() -> None:

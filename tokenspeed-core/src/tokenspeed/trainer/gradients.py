@@ -39,6 +39,14 @@ def silu_and_mul(grad: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
     return torch.cat((grad_gate, wide_grad * gate * sigmoid), dim=-1).to(gate_up.dtype)
 
 
+def rope(
+    grad_q: torch.Tensor, grad_k: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, interleaved: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of q [T,Hq,D] and k [T,Hkv,D] for their rotation."""
+    grad_q, grad_k = (rotate_back(grad, positions, cos_sin, interleaved) for grad in (grad_q, grad_k))
+    return grad_q, grad_k
+
+
 def rotate_back(
     grad: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, interleaved: bool = False
 ) -> torch.Tensor:
@@ -77,18 +85,19 @@ def attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    query_counts: list[int],
-    key_counts: list[int],
+    query_starts: torch.Tensor,
+    context_lens: torch.Tensor,
     scale: float,
     window: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q [Tq,Hq,D], k and v [Tk,Hkv,D] for causal attention inside ragged sequences.
 
-    Sequence b has `query_counts[b]` queries, which are the last of its `key_counts[b]` keys. Sequences of one shape are
-    computed together; the scores of the largest such group are what takes memory.
+    `query_starts` int32[B+1] and `context_lens` int32[B] as in `attention.paged`: the queries of a sequence are the
+    last of its keys. Sequences of one shape are computed together; the scores of the largest such group are what takes
+    memory.
     """
     grad_q, grad_k, grad_v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    for (queries, keys), rows in _groups(query_counts, key_counts).items():
+    for (queries, keys), rows in _groups(query_starts, context_lens).items():
         q_rows = _rows([start for start, _ in rows], queries, q.device)
         k_rows = _rows([start for _, start in rows], keys, k.device)
         hidden = _hidden(queries, keys, window, q.device)
@@ -102,15 +111,15 @@ def latent_attention(
     grad: torch.Tensor,
     q: torch.Tensor,
     entries: torch.Tensor,
-    query_counts: list[int],
-    key_counts: list[int],
+    query_starts: torch.Tensor,
+    context_lens: torch.Tensor,
     scale: float,
     latent_dim: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of q [Tq,Hq,C] and entries [Tk,C], whose first `latent_dim` values are summed; else as `attention`."""
     keys = _wide(entries).unsqueeze(1)
     values = keys[..., :latent_dim]
-    grad_q, grad_keys, grad_values = attention(grad, q, keys, values, query_counts, key_counts, scale, 0)
+    grad_q, grad_keys, grad_values = attention(grad, q, keys, values, query_starts, context_lens, scale, 0)
     grad_keys[..., :latent_dim] += grad_values
     return grad_q, grad_keys.squeeze(1).to(entries.dtype)
 
@@ -120,8 +129,8 @@ def sparse_attention(
     q: torch.Tensor,
     entries: torch.Tensor,
     indices: torch.Tensor,
-    query_counts: list[int],
-    key_counts: list[int],
+    query_starts: torch.Tensor,
+    context_lens: torch.Tensor,
     scale: float,
     latent_dim: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -129,7 +138,7 @@ def sparse_attention(
     keys = _wide(entries)
     grad_q, grad_keys = torch.zeros_like(q), torch.zeros_like(keys)
     q_start = k_start = 0
-    for queries, length in zip(query_counts, key_counts, strict=True):
+    for queries, length in _sizes(query_starts, context_lens):
         q_rows, k_rows = slice(q_start, q_start + queries), slice(k_start, k_start + length)
         q_start, k_start = q_start + queries, k_start + length
         if not queries:
@@ -207,11 +216,16 @@ def experts(
     return grad_x.to(x.dtype), grad_gate_up, grad_down, grad_weights
 
 
-def _groups(query_counts: list[int], key_counts: list[int]) -> dict[tuple[int, int], list[tuple[int, int]]]:
+def _sizes(query_starts: torch.Tensor, context_lens: torch.Tensor) -> list[tuple[int, int]]:
+    """(queries, keys) of each sequence."""
+    return list(zip(query_starts.diff().tolist(), context_lens.tolist(), strict=True))
+
+
+def _groups(query_starts: torch.Tensor, context_lens: torch.Tensor) -> dict[tuple[int, int], list[tuple[int, int]]]:
     """(queries, keys) -> the first query row and the first key row of every sequence of that shape."""
     groups: defaultdict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
     q_start = k_start = 0
-    for queries, keys in zip(query_counts, key_counts, strict=True):
+    for queries, keys in _sizes(query_starts, context_lens):
         if queries:
             groups[queries, keys].append((q_start, k_start))
         q_start, k_start = q_start + queries, k_start + keys

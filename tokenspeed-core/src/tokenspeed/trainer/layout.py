@@ -34,6 +34,25 @@ class Layout:
     slots: torch.Tensor
     pages: int
 
+    @property
+    def paging(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int]:
+        """Query starts, context lengths, page tables, slots and pages: as `trainer.operators` take them."""
+        return self.query_starts, self.context_lens, self.page_tables, self.slots, self.pages
+
+    def of_queries(self, rows: torch.Tensor) -> torch.Tensor:
+        """The query tokens among rows [B*S,...]: [Tq,...]."""
+        return rows if self.query_rows is None else rows[self.query_rows]
+
+    def of_keys(self, rows: torch.Tensor) -> torch.Tensor:
+        """The key tokens among rows [B*L,...]: [Tk,...]."""
+        return rows if self.key_rows is None else rows[self.key_rows]
+
+    def padded(self, queries: torch.Tensor, count: int) -> torch.Tensor:
+        """The opposite of `of_queries` for `count` = B*S rows, with zeros where there is padding."""
+        if self.query_rows is None:
+            return queries
+        return queries.new_zeros(count, *queries.shape[1:]).index_copy(0, self.query_rows, queries)
+
 
 def make_layout(
     shape: tuple[int, int],

@@ -37,15 +37,10 @@ def latent_attention_forward(self: Any, hidden_states: torch.Tensor, **kwargs: A
     plan: LatentPlan = self.tokenspeed_plan
     layout = layout_of(kwargs)
     q, entries = queries_and_entries(self, plan, hidden_states, compress_queries(self, plan, hidden_states), kwargs)
-    rows = layout.query_rows
     sums: torch.Tensor = operators.latent_attention(
-        q if rows is None else q[rows],
-        entries if layout.key_rows is None else entries[layout.key_rows],
-        layout.query_starts,
-        layout.context_lens,
-        layout.page_tables,
-        layout.slots,
-        layout.pages,
+        layout.of_queries(q),
+        layout.of_keys(entries),
+        *layout.paging,
         plan.scale,
         plan.shape.kv_lora_rank,
         plan.write,
@@ -89,10 +84,9 @@ def queries_and_entries(
 
 def project_sums(self: Any, plan: LatentPlan, sums: torch.Tensor, layout: Layout, shape: torch.Size) -> torch.Tensor:
     """What was summed for each token [Tq,Hq,R] -> [B,S,H]; padding sums to zero."""
-    if layout.query_rows is not None:
-        sums = sums.new_zeros(shape[0] * shape[1], *sums.shape[1:]).index_copy(0, layout.query_rows, sums)
+    padded = layout.padded(sums, shape[0] * shape[1])
     _, values = _by_head(self.kv_b_proj.weight, plan.shape)
-    out: torch.Tensor = operators.batched_linear(sums, values.contiguous(), plan.expand)
+    out: torch.Tensor = operators.batched_linear(padded, values.contiguous(), plan.expand)
     projected: torch.Tensor = self.o_proj(out.view(*shape[:2], -1))
     return projected
 

@@ -82,24 +82,17 @@ def attention_forward(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> 
 
 def _attend(plan: AttentionPlan, layout: Layout, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """q [B*S,Hq,D], k and v [B*L,Hkv,D] -> [B*S,Hq,D], zero where there is padding."""
-    rows = layout.query_rows
-    if layout.key_rows is not None:
-        k, v = k[layout.key_rows], v[layout.key_rows]
     out: torch.Tensor = operators.attention(
-        q if rows is None else q[rows],
-        k,
-        v,
-        layout.query_starts,
-        layout.context_lens,
-        layout.page_tables,
-        layout.slots,
-        layout.pages,
+        layout.of_queries(q),
+        layout.of_keys(k),
+        layout.of_keys(v),
+        *layout.paging,
         plan.scale,
         plan.window,
         plan.write,
         plan.attend,
     )
-    return out if rows is None else torch.zeros_like(q).index_copy(0, rows, out)
+    return layout.padded(out, len(q))
 
 
 def layout_of(kwargs: dict[str, Any]) -> Layout:

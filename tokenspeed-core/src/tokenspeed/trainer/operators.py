@@ -11,25 +11,20 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.library import custom_op
 
 from tokenspeed.kernels.operators import PAGE_SIZE
 from tokenspeed.trainer import gradients
 from tokenspeed.trainer.kernels import loaded
 from tokenspeed.trainer.packing import packed_weight
+from tokenspeed.trainer.registration import operator
 
 
-@custom_op("tokenspeed::linear", mutates_args=())
+@operator("tokenspeed::linear", fake=lambda x, weight: x.new_empty(x.shape[0], weight.shape[0]))
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, kernel: str) -> torch.Tensor:
     """x [T,K] times the transpose of weight [N,K], plus bias [N]: [T,N]."""
     found = loaded(kernel)
     out: torch.Tensor = found.run(x, packed_weight(found, weight), bias)
     return out
-
-
-@linear.register_fake
-def _(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, kernel: str) -> torch.Tensor:  # noqa: ARG001
-    return x.new_empty(x.shape[0], weight.shape[0])
 
 
 def _linear_setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:  # noqa: ARG001
@@ -39,6 +34,7 @@ def _linear_setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> No
 
 
 def _linear_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    """By hand, because a product that nobody needs (of a frozen weight, say) costs as much as the forward."""
     x, weight = ctx.saved_tensors
     needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
     return (
@@ -52,32 +48,44 @@ def _linear_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None,
 linear.register_autograd(_linear_backward, setup_context=_linear_setup)
 
 
-@custom_op("tokenspeed::rms_norm", mutates_args=())
+@operator(
+    "tokenspeed::batched_linear",
+    fake=lambda x, weight: x.new_empty(*x.shape[:2], weight.shape[1]),
+    backward=gradients.batched_linear,
+    of=("x", "weight"),
+)
+def batched_linear(x: torch.Tensor, weight: torch.Tensor, kernel: str) -> torch.Tensor:
+    """x [T,G,K] times the transpose of weight [G,N,K], group by group: [T,G,N]."""
+    found = loaded(kernel)
+    out: torch.Tensor = found.run(x, packed_weight(found, weight))
+    return out
+
+
+@operator(
+    "tokenspeed::rms_norm",
+    fake=lambda x: x.new_empty(x.shape),
+    backward=gradients.rms_norm,
+    of=("x", "weight"),
+)
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, kernel: str) -> torch.Tensor:
     """x / rms(x) rounded to x's dtype, times weight; over the last axis of x [T,H] or [T,heads,D]."""
     out: torch.Tensor = loaded(kernel).run(x, weight.detach(), eps)
     return out
 
 
-@rms_norm.register_fake
-def _(x: torch.Tensor, weight: torch.Tensor, eps: float, kernel: str) -> torch.Tensor:  # noqa: ARG001
-    return x.new_empty(x.shape)
+@operator("tokenspeed::layer_norm", fake=lambda x: x.new_empty(x.shape))
+def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float, kernel: str) -> torch.Tensor:
+    """(x - mean) / deviation of x [T,H], times weight [H], plus bias [H]. Without a gradient: indexers have none."""
+    out: torch.Tensor = loaded(kernel).run(x, weight.detach(), bias.detach(), eps)
+    return out
 
 
-def _rms_norm_setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:  # noqa: ARG001
-    x, weight, ctx.eps, _ = inputs
-    ctx.save_for_backward(x, weight)
-
-
-def _rms_norm_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    x, weight = ctx.saved_tensors
-    return (*gradients.rms_norm(grad, x, weight, ctx.eps), None, None)
-
-
-rms_norm.register_autograd(_rms_norm_backward, setup_context=_rms_norm_setup)
-
-
-@custom_op("tokenspeed::rope", mutates_args=())
+@operator(
+    "tokenspeed::rope",
+    fake=lambda q, k: (q.new_empty(q.shape), k.new_empty(k.shape)),
+    backward=gradients.rope,
+    of=("q", "k"),
+)
 def rope(
     q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, interleaved: bool, kernel: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -89,56 +97,24 @@ def rope(
     return q_out, k_out
 
 
-@rope.register_fake
-def _(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    positions: torch.Tensor,  # noqa: ARG001
-    cos_sin: torch.Tensor,  # noqa: ARG001
-    interleaved: bool,  # noqa: ARG001
-    kernel: str,  # noqa: ARG001
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape)
-
-
-def _rope_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:  # noqa: ARG001
-    ctx.save_for_backward(inputs[2], inputs[3])
-    ctx.interleaved = inputs[4]
-
-
-def _rope_backward(ctx: Any, grad_q: torch.Tensor, grad_k: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    positions, cos_sin = ctx.saved_tensors
-    back = [gradients.rotate_back(grad, positions, cos_sin, ctx.interleaved) for grad in (grad_q, grad_k)]
-    return (*back, None, None, None, None)
-
-
-rope.register_autograd(_rope_backward, setup_context=_rope_setup)
-
-
-@custom_op("tokenspeed::silu_and_mul", mutates_args=())
+@operator(
+    "tokenspeed::silu_and_mul",
+    fake=lambda gate_up: gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2),
+    backward=gradients.silu_and_mul,
+    of=("gate_up",),
+)
 def silu_and_mul(gate_up: torch.Tensor, kernel: str) -> torch.Tensor:
     """silu(gate) * up of gate_up [T,2F]: [T,F]."""
     out: torch.Tensor = loaded(kernel).run(gate_up)
     return out
 
 
-@silu_and_mul.register_fake
-def _(gate_up: torch.Tensor, kernel: str) -> torch.Tensor:  # noqa: ARG001
-    return gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
-
-
-def _silu_setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:  # noqa: ARG001
-    ctx.save_for_backward(inputs[0])
-
-
-def _silu_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    return gradients.silu_and_mul(grad, *ctx.saved_tensors), None
-
-
-silu_and_mul.register_autograd(_silu_backward, setup_context=_silu_setup)
-
-
-@custom_op("tokenspeed::attention", mutates_args=())
+@operator(
+    "tokenspeed::attention",
+    fake=lambda q: q.new_empty(q.shape),
+    backward=gradients.attention,
+    of=("q", "k", "v"),
+)
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -167,50 +143,18 @@ def attention(
     return out
 
 
-@attention.register_fake
-def _(q: torch.Tensor, *_: Any) -> torch.Tensor:
-    return q.new_empty(q.shape)
+def _latent_cache(entries: torch.Tensor, slots: torch.Tensor, pages: int, kernel: str) -> torch.Tensor:
+    """A cache made for this call, with the entries [Tk,C] in their slots: [pages,16,1,C]."""
+    cache = entries.new_zeros(pages, PAGE_SIZE, 1, entries.shape[1])
+    loaded(kernel).run(entries, cache, slots)
+    return cache
 
 
-def _attention_setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:  # noqa: ARG001
-    ctx.save_for_backward(*inputs[:5])
-    ctx.scale, ctx.window = inputs[8:10]
+def _latent_sums(q: torch.Tensor, latent_dim: int) -> torch.Tensor:
+    return q.new_empty(*q.shape[:2], latent_dim)
 
 
-def _attention_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    q, k, v, query_starts, context_lens = ctx.saved_tensors
-    counts = query_starts.diff().tolist(), context_lens.tolist()
-    return (*gradients.attention(grad, q, k, v, *counts, ctx.scale, ctx.window), *[None] * 9)
-
-
-attention.register_autograd(_attention_backward, setup_context=_attention_setup)
-
-
-@custom_op("tokenspeed::batched_linear", mutates_args=())
-def batched_linear(x: torch.Tensor, weight: torch.Tensor, kernel: str) -> torch.Tensor:
-    """x [T,G,K] times the transpose of weight [G,N,K], group by group: [T,G,N]."""
-    found = loaded(kernel)
-    out: torch.Tensor = found.run(x, packed_weight(found, weight))
-    return out
-
-
-@batched_linear.register_fake
-def _(x: torch.Tensor, weight: torch.Tensor, kernel: str) -> torch.Tensor:  # noqa: ARG001
-    return x.new_empty(*x.shape[:2], weight.shape[1])
-
-
-def _batched_linear_setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:  # noqa: ARG001
-    ctx.save_for_backward(*inputs[:2])
-
-
-def _batched_linear_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    return (*gradients.batched_linear(grad, *ctx.saved_tensors), None)
-
-
-batched_linear.register_autograd(_batched_linear_backward, setup_context=_batched_linear_setup)
-
-
-@custom_op("tokenspeed::latent_attention", mutates_args=())
+@operator("tokenspeed::latent_attention", fake=_latent_sums, backward=gradients.latent_attention, of=("q", "entries"))
 def latent_attention(
     q: torch.Tensor,
     entries: torch.Tensor,
@@ -229,43 +173,12 @@ def latent_attention(
 
     Entries lie sequence after sequence and are written to a paged cache made for this call, as in `attention`.
     """
-    cache = entries.new_zeros(pages, PAGE_SIZE, 1, entries.shape[1])
-    loaded(write_kernel).run(entries, cache, slots)
+    cache = _latent_cache(entries, slots, pages, write_kernel)
     out: torch.Tensor = loaded(attend_kernel).run(q, cache, query_starts, context_lens, page_tables, scale, latent_dim)
     return out
 
 
-@latent_attention.register_fake
-def _(
-    q: torch.Tensor,
-    entries: torch.Tensor,  # noqa: ARG001
-    query_starts: torch.Tensor,  # noqa: ARG001
-    context_lens: torch.Tensor,  # noqa: ARG001
-    page_tables: torch.Tensor,  # noqa: ARG001
-    slots: torch.Tensor,  # noqa: ARG001
-    pages: int,  # noqa: ARG001
-    scale: float,  # noqa: ARG001
-    latent_dim: int,
-    *_: Any,
-) -> torch.Tensor:
-    return q.new_empty(*q.shape[:2], latent_dim)
-
-
-def _latent_attention_setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:  # noqa: ARG001
-    ctx.save_for_backward(*inputs[:4])
-    ctx.scale, ctx.latent_dim = inputs[7:9]
-
-
-def _latent_attention_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    q, entries, query_starts, context_lens = ctx.saved_tensors
-    counts = query_starts.diff().tolist(), context_lens.tolist()
-    return (*gradients.latent_attention(grad, q, entries, *counts, ctx.scale, ctx.latent_dim), *[None] * 9)
-
-
-latent_attention.register_autograd(_latent_attention_backward, setup_context=_latent_attention_setup)
-
-
-@custom_op("tokenspeed::sparse_attention", mutates_args=())
+@operator("tokenspeed::sparse_attention", fake=_latent_sums, backward=gradients.sparse_attention, of=("q", "entries"))
 def sparse_attention(
     q: torch.Tensor,
     entries: torch.Tensor,
@@ -283,59 +196,14 @@ def sparse_attention(
 ) -> torch.Tensor:
     """`latent_attention` of each query over the positions indices int32[Tq,k] of its sequence; `order` as in
     `attention.sparse_paged`."""
-    cache = entries.new_zeros(pages, PAGE_SIZE, 1, entries.shape[1])
-    loaded(write_kernel).run(entries, cache, slots)
+    cache = _latent_cache(entries, slots, pages, write_kernel)
     out: torch.Tensor = loaded(attend_kernel).run(
         q, cache, indices, query_starts, context_lens, page_tables, scale, latent_dim, order
     )
     return out
 
 
-@sparse_attention.register_fake
-def _(
-    q: torch.Tensor,
-    entries: torch.Tensor,  # noqa: ARG001
-    indices: torch.Tensor,  # noqa: ARG001
-    query_starts: torch.Tensor,  # noqa: ARG001
-    context_lens: torch.Tensor,  # noqa: ARG001
-    page_tables: torch.Tensor,  # noqa: ARG001
-    slots: torch.Tensor,  # noqa: ARG001
-    pages: int,  # noqa: ARG001
-    scale: float,  # noqa: ARG001
-    latent_dim: int,
-    *_: Any,
-) -> torch.Tensor:
-    return q.new_empty(*q.shape[:2], latent_dim)
-
-
-def _sparse_attention_setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:  # noqa: ARG001
-    ctx.save_for_backward(*inputs[:5])
-    ctx.scale, ctx.latent_dim = inputs[8:10]
-
-
-def _sparse_attention_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    q, entries, indices, query_starts, context_lens = ctx.saved_tensors
-    counts = query_starts.diff().tolist(), context_lens.tolist()
-    parts = gradients.sparse_attention(grad, q, entries, indices, *counts, ctx.scale, ctx.latent_dim)
-    return (*parts, *[None] * 11)
-
-
-sparse_attention.register_autograd(_sparse_attention_backward, setup_context=_sparse_attention_setup)
-
-
-@custom_op("tokenspeed::layer_norm", mutates_args=())
-def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float, kernel: str) -> torch.Tensor:
-    """(x - mean) / deviation of x [T,H], times weight [H], plus bias [H]. Without a gradient: indexers have none."""
-    out: torch.Tensor = loaded(kernel).run(x, weight.detach(), bias.detach(), eps)
-    return out
-
-
-@layer_norm.register_fake
-def _(x: torch.Tensor, *_: Any) -> torch.Tensor:
-    return x.new_empty(x.shape)
-
-
-@custom_op("tokenspeed::choose_positions", mutates_args=())
+@operator("tokenspeed::choose_positions", fake=lambda q, top_k: q.new_empty(len(q), top_k, dtype=torch.int32))
 def choose_positions(
     q: torch.Tensor,
     weights: torch.Tensor,
@@ -354,8 +222,7 @@ def choose_positions(
 ) -> torch.Tensor:
     """The positions int32[Tq,k] that an indexer chooses, by its queries q [Tq,Hi,C] with weights fp32[Tq,Hi] that stand
     at positions int64[Tq], and its keys [Tk,C]. Sequence after sequence; without a gradient."""
-    cache = keys.new_zeros(pages, PAGE_SIZE, 1, keys.shape[1])
-    loaded(write_kernel).run(keys, cache, slots)
+    cache = _latent_cache(keys, slots, pages, write_kernel)
     choice = torch.empty(len(q), top_k, dtype=torch.int32, device=q.device)
     starts = query_starts.tolist()
     for sequence, length in enumerate(context_lens.tolist()):
@@ -373,25 +240,12 @@ def choose_positions(
     return choice
 
 
-@choose_positions.register_fake
-def _(
-    q: torch.Tensor,
-    weights: torch.Tensor,  # noqa: ARG001
-    keys: torch.Tensor,  # noqa: ARG001
-    positions: torch.Tensor,  # noqa: ARG001
-    query_starts: torch.Tensor,  # noqa: ARG001
-    context_lens: torch.Tensor,  # noqa: ARG001
-    page_tables: torch.Tensor,  # noqa: ARG001
-    slots: torch.Tensor,  # noqa: ARG001
-    pages: int,  # noqa: ARG001
-    scale: float,  # noqa: ARG001
-    top_k: int,
-    *_: Any,
-) -> torch.Tensor:
-    return q.new_empty(len(q), top_k, dtype=torch.int32)
+def _routes(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = (logits.shape[0], top_k)
+    return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int64)
 
 
-@custom_op("tokenspeed::route", mutates_args=())
+@operator("tokenspeed::route", fake=_routes)
 def route(
     logits: torch.Tensor,
     bias: torch.Tensor | None,
@@ -412,13 +266,8 @@ def route(
     return weights, ids.long()
 
 
-@route.register_fake
-def _(logits: torch.Tensor, bias: torch.Tensor | None, top_k: int, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: ARG001
-    shape = (logits.shape[0], top_k)
-    return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int64)
-
-
 def _route_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """By hand, because the backward pass reads an output."""
     ctx.save_for_backward(inputs[0], output[1])
     ctx.mark_non_differentiable(output[1])
     ctx.scoring, _, ctx.normalise, ctx.scale = inputs[3:7]
@@ -432,7 +281,12 @@ def _route_backward(ctx: Any, grad: torch.Tensor, _ids: Any) -> tuple[torch.Tens
 route.register_autograd(_route_backward, setup_context=_route_setup)
 
 
-@custom_op("tokenspeed::experts", mutates_args=())
+@operator(
+    "tokenspeed::experts",
+    fake=lambda x: x.new_empty(x.shape),
+    backward=gradients.experts,
+    of=("x", "gate_up", "down", "weights"),
+)
 def experts(
     x: torch.Tensor,
     gate_up: torch.Tensor,
@@ -453,42 +307,15 @@ def experts(
     return out
 
 
-@experts.register_fake
-def _(x: torch.Tensor, *_: Any) -> torch.Tensor:
-    return x.new_empty(x.shape)
-
-
-def _experts_setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:  # noqa: ARG001
-    ctx.save_for_backward(*inputs[:5])
-
-
-def _experts_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    return (*gradients.experts(grad, *ctx.saved_tensors), *[None] * 3)
-
-
-experts.register_autograd(_experts_backward, setup_context=_experts_setup)
-
-
-@custom_op("tokenspeed::logprobs", mutates_args=())
+@operator(
+    "tokenspeed::logprobs",
+    fake=lambda logits, ids: logits.new_empty(ids.shape, dtype=torch.float32),
+    backward=gradients.logprobs,
+    of=("logits",),
+)
 def logprobs(
     logits: torch.Tensor, ids: torch.Tensor, temperature: torch.Tensor, order: str, block: int, kernel: str
 ) -> torch.Tensor:
     """Log-probabilities of ids (int64[R,M]) in logits [R,V] after temperature (fp32[R], 0 counts as 1): fp32[R,M]."""
     out: torch.Tensor = loaded(kernel).run(logits, ids, temperature, order, block)
     return out
-
-
-@logprobs.register_fake
-def _(logits: torch.Tensor, ids: torch.Tensor, *_: Any) -> torch.Tensor:
-    return logits.new_empty(ids.shape, dtype=torch.float32)
-
-
-def _logprobs_setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:  # noqa: ARG001
-    ctx.save_for_backward(*inputs[:3])
-
-
-def _logprobs_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    return (gradients.logprobs(grad, *ctx.saved_tensors), *[None] * 5)
-
-
-logprobs.register_autograd(_logprobs_backward, setup_context=_logprobs_setup)

@@ -66,16 +66,11 @@ def _attend(self: Any, hidden_states: torch.Tensor, kwargs: dict[str, Any]) -> t
         choice = kwargs["prev_topk_indices"]
     else:
         choice = self.indexer(hidden_states, latent_q, cache=cache_of(kwargs), **{LAYOUT: layout})
-    rows = layout.query_rows
     sums: torch.Tensor = operators.sparse_attention(
-        q if rows is None else q[rows],
-        entries if layout.key_rows is None else entries[layout.key_rows],
+        layout.of_queries(q),
+        layout.of_keys(entries),
         choice,
-        layout.query_starts,
-        layout.context_lens,
-        layout.page_tables,
-        layout.slots,
-        layout.pages,
+        *layout.paging,
         latent.scale,
         latent.shape.kv_lora_rank,
         plan.order,
@@ -102,19 +97,12 @@ def indexer_forward(self: Any, hidden_states: torch.Tensor, q_resid: torch.Tenso
     if (cache := kwargs.get("cache")) is not None:
         k = cache.update_indexer(k.view(batch, columns, -1), self.layer_idx).flatten(0, 1)
     weights = self.weights_proj(hidden_states).flatten(0, 1).to(torch.float32) * shape.num_heads**-0.5
-    rows = layout.query_rows
-    if rows is not None:
-        q, weights, positions = q[rows], weights[rows], positions[rows]
     choice: torch.Tensor = operators.choose_positions(
-        q,
-        weights,
-        k if layout.key_rows is None else k[layout.key_rows],
-        positions,
-        layout.query_starts,
-        layout.context_lens,
-        layout.page_tables,
-        layout.slots,
-        layout.pages,
+        layout.of_queries(q),
+        layout.of_queries(weights),
+        layout.of_keys(k),
+        layout.of_queries(positions),
+        *layout.paging,
         shape.head_dim**-0.5,
         shape.top_k,
         plan.write,
