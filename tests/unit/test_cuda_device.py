@@ -15,7 +15,8 @@ import torch
 
 from tokenspeed.engine.buckets import Bucket
 from tokenspeed.engine.device import CudaDevice, apply_settings, open_device
-from tokenspeed.engine.engine import Engine, EngineOptions
+from tokenspeed.engine.engine import Engine
+from tokenspeed.engine.options import EngineOptions
 from tokenspeed.engine.request import Request, SamplingParams
 from tokenspeed.engine.sampler import SamplingOperators
 from tokenspeed.errors import ConfigError

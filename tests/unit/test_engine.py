@@ -23,10 +23,11 @@ from hypothesis import strategies as st
 from tokenspeed.engine.batch import ForwardBatch
 from tokenspeed.engine.buckets import Bucket, plan_buckets
 from tokenspeed.engine.device import CpuDevice
-from tokenspeed.engine.engine import Engine, EngineOptions
+from tokenspeed.engine.engine import Engine
 from tokenspeed.engine.flight import Flight
 from tokenspeed.engine.graphs import DecodeGraphs
 from tokenspeed.engine.inputs import HostArrays
+from tokenspeed.engine.options import EngineOptions
 from tokenspeed.engine.request import PositionLogprobs, Request, SamplingParams
 from tokenspeed.engine.sampler import SamplingOperators
 from tokenspeed.errors import RequestError

@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from tokenspeed.config import EngineConfig
-from tokenspeed.engine.engine import Engine, EngineOptions
+from tokenspeed.engine.engine import Engine
 from tokenspeed.engine.kv_cache import pages_for
+from tokenspeed.engine.options import EngineOptions
 from tokenspeed.engine.request import Request, SamplingParams
 
 FIRST_ORDINARY_ID = 10

@@ -19,7 +19,8 @@ from tokenspeed.startup.examination import Prepared, prepare
 from tokenspeed.startup.meta_model import build_model, store_as_kernels_read
 
 if TYPE_CHECKING:
-    from tokenspeed.engine.engine import Engine, EngineOptions
+    from tokenspeed.engine.engine import Engine
+    from tokenspeed.engine.options import EngineOptions
     from tokenspeed.engine.wire import EngineInfo
     from tokenspeed.models.base import CausalLM
     from tokenspeed.numerics.weights import WeightsDigest
@@ -205,7 +206,7 @@ def describe(prepared: Prepared, engine: Engine) -> EngineInfo:
 
 def engine_options(prepared: Prepared) -> EngineOptions:
     """The sizes and modes of the engine."""
-    from tokenspeed.engine.engine import EngineOptions
+    from tokenspeed.engine.options import EngineOptions
 
     config, sizes = prepared.config, prepared.sizes
     return EngineOptions(

@@ -17,8 +17,9 @@ import torch
 from tokenspeed import startup
 from tokenspeed.config import EngineConfig
 from tokenspeed.engine.buckets import Bucket
-from tokenspeed.engine.engine import Engine, EngineOptions
+from tokenspeed.engine.engine import Engine
 from tokenspeed.engine.kv_cache import pages_for
+from tokenspeed.engine.options import EngineOptions
 from tokenspeed.engine.runner import Model, Observer
 from tokenspeed.engine.sampler import SamplingOperators
 from tokenspeed.layers.context import Operation
