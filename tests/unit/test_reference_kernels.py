@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
+import inspect
 import math
 
 import pytest
 import torch
 
-from tokenspeed.kernels.operators import OPERATORS
+from tokenspeed.kernels.operators import OPERATORS, Operator
 from tokenspeed.kernels.reference import activation, attention, cache, embedding, gemm, norm, rope
 from tokenspeed.kernels.reference.plugin import tokenspeed_kernels
 from tokenspeed.kernels.registry import spec_faults
@@ -38,10 +40,14 @@ def test_every_operator_has_a_reference_that_promises_nothing() -> None:
     assert {spec.name for spec in specs if spec.solution != "reference"} == {"torch.sampling.logprobs"}
 
 
-def test_every_reference_can_be_imported() -> None:
-    for operator in OPERATORS.values():
-        module, _, name = operator.reference.partition(":")
-        assert callable(getattr(importlib.import_module(module), name)), operator.reference
+@pytest.mark.parametrize("operator", OPERATORS.values(), ids=lambda operator: operator.name)
+def test_every_reference_is_called_as_its_operator_says(operator: Operator) -> None:
+    module, _, name = operator.reference.partition(":")
+    taken = inspect.signature(getattr(importlib.import_module(module), name)).parameters.values()
+    assert [(parameter.name, parameter.default) for parameter in taken] == [
+        (argument.role, ast.literal_eval(argument.default) if argument.default else inspect.Parameter.empty)
+        for argument in operator.arguments
+    ]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
