@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tokenspeed.cli.output import print_json, print_rich, print_table
+from tokenspeed.cli.bench_options import counts_option
+from tokenspeed.cli.output import json_option, print_json, print_rich, print_table
 from tokenspeed.cli.progress import counted
 
 if TYPE_CHECKING:
@@ -23,15 +24,13 @@ _MIN_CALLS, _MAX_CALLS = 5, 5000
 
 @click.command()
 @click.option("--operator", "operators", multiple=True, help="May be repeated.  [default: all]")
-@click.option(
-    "--rows", type=click.IntRange(1), multiple=True, help="Tokens; may be repeated.  [default: 1 2 4 8 16 32 128 512]"
-)
+@counts_option("--rows", "rows", (1, 2, 4, 8, 16, 32, 128, 512), "Tokens; may be repeated.")
 @click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), default="bfloat16", show_default=True)
 @click.option("--threads", type=click.IntRange(1), help="Of torch and kernels alike.  [default: torch's]")
 @click.option(
     "--seconds", type=click.FloatRange(0.0), default=0.3, show_default=True, help="For each row of the table."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option
 def kernels(
     operators: tuple[str, ...],
     rows: tuple[int, ...],
@@ -57,10 +56,7 @@ def kernels(
         torch.set_num_threads(threads)
     bound = _BoundKernels()
     lines = [
-        _measured(case, bound, seconds)
-        for case in counted(
-            cases(operators, rows or (1, 2, 4, 8, 16, 32, 128, 512), getattr(torch, dtype)), "measuring"
-        )
+        _measured(case, bound, seconds) for case in counted(cases(operators, rows, getattr(torch, dtype)), "measuring")
     ]
     if as_json:
         print_json({"threads": torch.get_num_threads(), "torch": torch.__version__, "dtype": dtype, "cases": lines})

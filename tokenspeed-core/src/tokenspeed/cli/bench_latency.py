@@ -8,8 +8,9 @@ from typing import Any
 
 import click
 
+from tokenspeed.cli.bench_options import count_option
 from tokenspeed.cli.options import EngineCommand, engine_options
-from tokenspeed.cli.output import print_json, print_table
+from tokenspeed.cli.output import json_option, print_json, print_table
 from tokenspeed.config import MACHINE, MODEL, NUMERICS, SCHEDULING, EngineConfig
 
 PERCENTILES = (10, 25, 50, 75, 90, 99)
@@ -18,12 +19,12 @@ _NAMES = {"ttft": "time to first token", "itl": "between tokens", "latency": "wh
 
 @click.command(cls=EngineCommand)
 @engine_options(MODEL, NUMERICS, MACHINE, SCHEDULING)
-@click.option("--batch-size", type=click.IntRange(1), default=1, show_default=True, help="Requests at once.")
-@click.option("--input-len", type=click.IntRange(1), default=128, show_default=True, help="Prompt tokens.")
-@click.option("--output-len", type=click.IntRange(2), default=64, show_default=True, help="New tokens of each request.")
-@click.option("--num-iters-warmup", type=click.IntRange(0), default=1, show_default=True, help="Batches before.")
-@click.option("--num-iters", type=click.IntRange(1), default=10, show_default=True, help="Batches to measure.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@count_option("--batch-size", 1, "Requests at once.")
+@count_option("--input-len", 128, "Prompt tokens.")
+@count_option("--output-len", 64, "New tokens of each request.", least=2)
+@count_option("--num-iters-warmup", 1, "Batches before.", least=0)
+@count_option("--num-iters", 10, "Batches to measure.")
+@json_option
 def latency(
     config: EngineConfig,
     batch_size: int,

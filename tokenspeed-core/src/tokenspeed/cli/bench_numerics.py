@@ -22,7 +22,7 @@ PAGES = 4096
 
 @click.command(cls=EngineCommand)
 @engine_options(MODEL, MACHINE)
-@turn_options(batches="1 16", input_len=64, output_len=32, prefill_len=256, rounds=7)
+@turn_options(batches=(1, 16), input_len=64, output_len=32, prefill_len=256, rounds=7)
 def numerics(config: EngineConfig, at_least: float | None, as_json: bool, **work: Any) -> None:
     """Measure what rl-bitwise costs: its speed divided by that of auto, the two taking turns in one process.
 

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from tokenspeed.cli.bench_options import count_option, size_options
 from tokenspeed.cli.options import EngineCommand, engine_options
-from tokenspeed.cli.output import print_json, print_rich, print_table
+from tokenspeed.cli.output import json_option, print_json, print_rich, print_table
 from tokenspeed.config import MACHINE, MODEL, NUMERICS, SCHEDULING, EngineConfig
 
 if TYPE_CHECKING:
@@ -18,17 +19,10 @@ if TYPE_CHECKING:
 
 @click.command(cls=EngineCommand)
 @engine_options(MODEL, NUMERICS, MACHINE, SCHEDULING)
-@click.option(
-    "--batch-size", "batches", type=click.IntRange(1), multiple=True, help="May be repeated.  [default: 1 4 16 64]"
-)
-@click.option(
-    "--input-len", type=click.IntRange(1), default=128, show_default=True, help="Prompt tokens when decoding."
-)
-@click.option("--output-len", type=click.IntRange(2), default=64, show_default=True, help="New tokens of each request.")
-@click.option("--prefill-len", type=click.IntRange(1), default=512, show_default=True, help="Prompt tokens to prefill.")
-@click.option("--repeat", type=click.IntRange(1), default=3, show_default=True, help="Runs; the median is reported.")
+@size_options(batches=(1, 4, 16, 64), input_len=128, output_len=64, prefill_len=512)
+@count_option("--repeat", 3, "Runs; the median is reported.")
 @click.option("--null-model", is_flag=True, help="Compute nothing: what is left is the engine's own cost.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option
 def throughput(config: EngineConfig, null_model: bool, as_json: bool, **sizes: Any) -> None:
     """Measure prefill and decode speed of MODEL with random prompts, greedily, at several batch sizes.
 
@@ -37,7 +31,7 @@ def throughput(config: EngineConfig, null_model: bool, as_json: bool, **sizes: A
     """
     from tokenspeed.cli.bench_engine import Workload
 
-    batches = sizes.pop("batches") or (1, 4, 16, 64)
+    batches = sizes.pop("batches")
     workload = Workload(_engine(config, null_model, max(batches), sizes))
     workload.run(1, sizes["input_len"], 4)
     prefill = _prefill(workload, sizes["prefill_len"], sizes["repeat"])

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @click.command(cls=EngineCommand)
 @engine_options(MODEL, NUMERICS, MACHINE)
-@turn_options(batches="1 16 64", input_len=128, output_len=17, prefill_len=512, rounds=3)
+@turn_options(batches=(1, 16, 64), input_len=128, output_len=17, prefill_len=512, rounds=3)
 def transformers(config: EngineConfig, at_least: float | None, as_json: bool, **work: Any) -> None:
     """Measure this engine's speed divided by that of transformers, the two taking turns in one process.
 

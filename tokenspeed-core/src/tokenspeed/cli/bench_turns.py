@@ -7,12 +7,13 @@ second round the order of the two is exchanged.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import click
 
-from tokenspeed.cli.output import print_table
+from tokenspeed.cli.bench_options import Option, count_option, size_options, together
+from tokenspeed.cli.output import json_option, print_table
 from tokenspeed.cli.progress import counted
 
 if TYPE_CHECKING:
@@ -26,58 +27,14 @@ class Side(Protocol):
     def run(self, batch: int, input_len: int, output_len: int) -> Timing: ...
 
 
-def turn_options(
-    *, batches: str, input_len: int, output_len: int, prefill_len: int, rounds: int
-) -> Callable[[click.decorators.FC], click.decorators.FC]:
+def turn_options(*, batches: Sequence[int], input_len: int, output_len: int, prefill_len: int, rounds: int) -> Option:
     """The options of a comparison, with these defaults; the command gets them by `compare`'s names."""
-    options = (
-        click.option(
-            "--batch-size",
-            "batches",
-            type=click.IntRange(1),
-            multiple=True,
-            default=[int(batch) for batch in batches.split()],
-            show_default=batches,
-            help="May be repeated.",
-        ),
-        click.option(
-            "--input-len",
-            type=click.IntRange(1),
-            default=input_len,
-            show_default=True,
-            help="Prompt tokens when decoding.",
-        ),
-        click.option(
-            "--output-len",
-            type=click.IntRange(2),
-            default=output_len,
-            show_default=True,
-            help="New tokens of each request.",
-        ),
-        click.option(
-            "--prefill-len",
-            type=click.IntRange(1),
-            default=prefill_len,
-            show_default=True,
-            help="Prompt tokens to prefill.",
-        ),
-        click.option(
-            "--rounds",
-            type=click.IntRange(1),
-            default=rounds,
-            show_default=True,
-            help="How often the two take turns.",
-        ),
+    return together(
+        size_options(batches=batches, input_len=input_len, output_len=output_len, prefill_len=prefill_len),
+        count_option("--rounds", rounds, "How often the two take turns."),
         click.option("--at-least", type=float, help="Exit with status 1 when a ratio is below this."),
-        click.option("--json", "as_json", is_flag=True, help="Print JSON."),
+        json_option,
     )
-
-    def add(command: click.decorators.FC) -> click.decorators.FC:
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return add
 
 
 def compare(

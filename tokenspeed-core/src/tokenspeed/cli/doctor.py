@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from tokenspeed import __version__
-from tokenspeed.cli.output import print_json, print_table
+from tokenspeed.cli.output import json_option, print_json, print_table
 from tokenspeed.kernels.registry import KernelRegistry
 from tokenspeed.machine import Machine, read_machine
 from tokenspeed.numerics.plan import machine_dict
@@ -38,7 +38,7 @@ _DISTRIBUTIONS = ("torch", "numpy", "triton", "safetensors", "tokenizers", "tran
 
 
 @click.command()
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option
 def doctor(as_json: bool) -> None:
     """Report on this environment: machine, libraries, plugins, kernels and variables that matter.
 

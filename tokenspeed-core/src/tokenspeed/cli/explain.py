@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from tokenspeed.cli.options import EngineCommand, engine_options
-from tokenspeed.cli.output import print_json, print_rich
+from tokenspeed.cli.output import json_option, print_json, print_rich
 from tokenspeed.config import MACHINE, MODEL, NUMERICS, EngineConfig
 from tokenspeed.machine import named_machine
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 @click.command(cls=EngineCommand)
 @engine_options(MODEL, NUMERICS, MACHINE)
 @click.option("--machine", metavar="NAME", help="Plan for a made-up machine: cpu, cpu-avx2, cpu-avx512_bf16, sm90, …")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option
 def explain(config: EngineConfig, machine: str | None, as_json: bool) -> None:
     """Show which kernel would serve each operator of MODEL, and why every other one would not.
 

@@ -10,7 +10,7 @@ import click
 
 from tokenspeed.cli.commands import KERNELS_COMMANDS
 from tokenspeed.cli.lazy import LazyGroup
-from tokenspeed.cli.output import print_facts, print_json, print_table
+from tokenspeed.cli.output import json_option, print_facts, print_json, print_table
 from tokenspeed.config_sources import allowed_plugins
 from tokenspeed.kernels.operators import OPERATORS
 from tokenspeed.kernels.registry import KernelRegistry
@@ -42,7 +42,7 @@ def kernels() -> None:
 @click.command(name="list")
 @click.argument("operator", required=False)
 @click.option("--plugins", "names", metavar="A,B|none", help="Load only these plugins; none loads no plugin.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option
 def list_kernels(operator: str | None, names: str | None, as_json: bool) -> None:
     """List the installed kernels, or those of one OPERATOR: what each needs, declares and follows."""
     if operator is not None and operator not in OPERATORS:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tokenspeed.cli.output import console, print_json, print_table
+from tokenspeed.cli.output import console, json_option, print_json, print_table
 from tokenspeed.config_sources import allowed_plugins
 from tokenspeed.errors import ConfigError
 from tokenspeed.machine import Machine, read_machine
@@ -31,7 +31,7 @@ _OUTCOMES = ("passed", "failed", "waived", "not claimed")
 @click.option("--faults", "folder", metavar="DIR", default=DEFAULT_FOLDER, help="Where failing inputs are saved.")
 @click.option("--replay", "replayed", metavar="FILE", help="Run a saved failing input again, and nothing else.")
 @click.option("--plugins", "names", metavar="A,B|none", help="Load only these plugins; none loads no plugin.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option
 def verify(
     plugin: str | None,
     kernel: str | None,

@@ -7,7 +7,7 @@ import click
 from tokenspeed.cli.commands import NUMERICS_COMMANDS
 from tokenspeed.cli.lazy import LazyGroup
 from tokenspeed.cli.options import EngineCommand, engine_options
-from tokenspeed.cli.output import print_json, print_rich
+from tokenspeed.cli.output import json_option, print_json, print_rich
 from tokenspeed.config import MACHINE, NUMERICS, EngineConfig
 from tokenspeed.errors import problem_dict
 
@@ -19,7 +19,7 @@ def numerics() -> None:
 
 @click.command(cls=EngineCommand)
 @engine_options(NUMERICS, MACHINE)
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option
 def explain(config: EngineConfig, as_json: bool) -> None:
     """Show what each switch became and why, for the options given here, in a file and in the environment.
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from tokenspeed.cli.options import EngineCommand, engine_options
-from tokenspeed.cli.output import console, print_json
+from tokenspeed.cli.output import console, json_option, print_json
 from tokenspeed.config import MACHINE, MODEL, NUMERICS, SCHEDULING, EngineConfig
 
 
@@ -22,7 +22,7 @@ from tokenspeed.config import MACHINE, MODEL, NUMERICS, SCHEDULING, EngineConfig
     required=True,
     help="A trainer's dump.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option
 def align(config: EngineConfig, file: Path, as_json: bool) -> None:
     """Teacher-force the sequences of a trainer's dump and compare every log-probability, bit by bit.
 

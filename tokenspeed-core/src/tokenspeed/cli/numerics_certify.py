@@ -11,7 +11,7 @@ import click
 
 from tokenspeed.cli.numerics_verify import load_lab, run_in_process, under_rl_bitwise
 from tokenspeed.cli.options import EngineCommand, engine_options
-from tokenspeed.cli.output import console, print_json
+from tokenspeed.cli.output import console, json_option, print_json
 from tokenspeed.config import MACHINE, MODEL, NUMERICS, REPLIES, EngineConfig
 from tokenspeed.errors import ConfigError
 
@@ -54,7 +54,7 @@ def certify(config: EngineConfig, quick: bool, output: Path | None) -> None:
 @click.argument("certificate_file", metavar="CERTIFICATE", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @engine_options(MODEL, NUMERICS, MACHINE, REPLIES)
 @click.option("--url", help="Check a running server of ours instead of MODEL.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option
 def check(certificate_file: Path, config: EngineConfig, url: str | None, as_json: bool) -> None:
     """Does this machine with MODEL (the certificate's own if not given), or a server, still match CERTIFICATE?
 
@@ -103,7 +103,7 @@ def check(certificate_file: Path, config: EngineConfig, url: str | None, as_json
 @engine_options(MODEL, NUMERICS, MACHINE, REPLIES)
 @click.option("--url", help="Ask a running server instead of an engine in this process.")
 @click.option("--url-key", help="API key for --url.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option
 def replay(file: BinaryIO, config: EngineConfig, url: str | None, url_key: str | None, as_json: bool) -> None:
     """Derive the saved replies of a JSONL FILE again, and compare every token id and logprob bit.
 
@@ -153,7 +153,7 @@ def _local_certificate(old: Certificate, config: EngineConfig) -> tuple[Certific
     from dataclasses import replace
 
     from tokenspeed.verify.items import result_digest
-    from tokenspeed.verify.scenarios import WORKS, Stage
+    from tokenspeed.verify.scenario import WORKS, Stage
 
     if "model" not in config.given:
         config = replace(config, model=str(old.provenance.get("model", config.model)))

@@ -18,6 +18,9 @@ GAP = 2
 """Blanks between the columns of a table."""
 
 
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
 def print_json(value: Any) -> None:
     """One JSON document on standard output."""
     click.echo(json.dumps(value, indent=2, ensure_ascii=False))

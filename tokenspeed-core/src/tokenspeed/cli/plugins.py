@@ -6,14 +6,14 @@ from dataclasses import asdict
 
 import click
 
-from tokenspeed.cli.output import print_json, print_table
+from tokenspeed.cli.output import json_option, print_json, print_table
 from tokenspeed.config_sources import allowed_plugins
 from tokenspeed.plugins import PluginReport, load_plugins
 
 
 @click.command()
 @click.option("--plugins", "names", metavar="A,B|none", help="Load only these plugins; none loads no plugin.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option
 def plugins(names: str | None, as_json: bool) -> None:
     """List the installed plugins: distribution, version, what each registered, status and error."""
     host = load_plugins(allowed_plugins(names))
