@@ -16,7 +16,7 @@ from tokenspeed.results import RequestOutput
 from tokenspeed.startup import prepare
 from tokenspeed.verify.invariance import verify_engine
 from tokenspeed.verify.lab import Lab
-from tokenspeed.verify.scenarios import QUICK
+from tokenspeed.verify.scenario import QUICK
 
 DEVICE = "cuda"
 

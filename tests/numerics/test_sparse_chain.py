@@ -18,7 +18,8 @@ from safetensors.torch import load_file, save_file
 from tokenspeed.config_sources import load_config
 from tokenspeed.verify.invariance import verify_engine
 from tokenspeed.verify.lab import Lab
-from tokenspeed.verify.scenarios import SCENARIOS, Work
+from tokenspeed.verify.scenario import Work
+from tokenspeed.verify.scenarios import SCENARIOS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -20,7 +20,7 @@ from tokenspeed.engine.scheduler import Scheduler
 from tokenspeed.engine.state import RequestState
 from tokenspeed.verify.invariance import verify_engine
 from tokenspeed.verify.lab import Lab
-from tokenspeed.verify.scenarios import Work
+from tokenspeed.verify.scenario import Work
 
 SMALL = Work("small", 9, 8, 4, 2, (7,), prefixes=(1, 15, 16, 17, 33, 48, 64), long_tokens=70)
 

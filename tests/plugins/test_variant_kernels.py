@@ -15,7 +15,8 @@ from tokenspeed.kernels.operators import OPERATORS
 from tokenspeed.verify.invariance import NOT_AGAIN, verify_engine
 from tokenspeed.verify.lab import Lab
 from tokenspeed.verify.report import Report
-from tokenspeed.verify.scenarios import SCENARIOS, Work
+from tokenspeed.verify.scenario import Work
+from tokenspeed.verify.scenarios import SCENARIOS
 
 VARIANT = Path(__file__).parent / "variant"
 

@@ -25,7 +25,8 @@ from tokenspeed.verify.items import (
     result_digest,
 )
 from tokenspeed.verify.report import DIFFERENCES_KEPT, Report
-from tokenspeed.verify.scenarios import SCENARIOS, Check, Trial
+from tokenspeed.verify.scenario import Check, Trial
+from tokenspeed.verify.scenarios import SCENARIOS
 from tokenspeed.verify.served import SERVED
 
 ITEM = make_item("item", [1, 2, 3], 5, 3)

@@ -16,7 +16,7 @@ from tokenspeed.verify.endpoint import Endpoint
 from tokenspeed.verify.invariance import verify_served
 from tokenspeed.verify.lab import Lab
 from tokenspeed.verify.report import Report, Result
-from tokenspeed.verify.scenarios import Work
+from tokenspeed.verify.scenario import Work
 from tokenspeed.verify.served import SERVED, ServedScenario
 from tokenspeed.verify.soak import SERVER_SIZES, soak_scenario
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from tokenspeed.engine.seeds import fresh_seed
+from tokenspeed.verify.batching_scenarios import loud_tokens
 from tokenspeed.verify.items import Item, make_item
 from tokenspeed.verify.lab import Lab
-from tokenspeed.verify.scenarios import loud_tokens
 from tokenspeed.verify.script import Cancel, Script, Start
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from tokenspeed.cli.options import EngineCommand, engine_options
-from tokenspeed.cli.output import console, print_json
+from tokenspeed.cli.output import console, json_option, print_json
 from tokenspeed.config import MACHINE, MODEL, NUMERICS, REPLIES, EngineConfig
 from tokenspeed.errors import ConfigError
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 @click.option("--soak", "soak_seconds", type=click.FloatRange(1), help="Add 64 HTTP clients for so many seconds.")
 @click.option("--url", help="Verify a running OpenAI-compatible server instead, as http://127.0.0.1:8000.")
 @click.option("--url-key", help="API key for --url.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option
 def verify(
     config: EngineConfig,
     quick: bool,
@@ -88,7 +88,7 @@ def run_in_process(
     from tokenspeed.verify import soak
     from tokenspeed.verify.child import child_server
     from tokenspeed.verify.invariance import HTTP, verify_engine, verify_served
-    from tokenspeed.verify.scenarios import FULL, QUICK
+    from tokenspeed.verify.scenario import FULL, QUICK
 
     config = under_rl_bitwise(config)
     work = QUICK if quick else FULL
@@ -156,7 +156,7 @@ def run_against(
     from tokenspeed.verify.endpoint import Endpoint
     from tokenspeed.verify.invariance import verify_served
     from tokenspeed.verify.report import Report
-    from tokenspeed.verify.scenarios import FULL, QUICK
+    from tokenspeed.verify.scenario import FULL, QUICK
 
     endpoint = Endpoint(url, key, config.served_model_name[0] if config.served_model_name else "")
     endpoint.discover()

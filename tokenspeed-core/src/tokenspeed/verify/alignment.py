@@ -33,7 +33,7 @@ from tokenspeed.verify.dump import Dump, DumpedSequence
 from tokenspeed.verify.harness import Listener, judge
 from tokenspeed.verify.items import Difference, Item, Outcome, float_bits
 from tokenspeed.verify.report import Finding, Report, Result
-from tokenspeed.verify.scenarios import Check, Trial
+from tokenspeed.verify.scenario import Check, Trial
 
 CONTINUED_TOKENS = 16
 """Tokens that the engine generates behind half of a sequence whose dump reports none."""

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from tokenspeed.verify.items import first_difference
 from tokenspeed.verify.report import DIFFERENCES_KEPT, Finding, Result
-from tokenspeed.verify.scenarios import Check, Trial
+from tokenspeed.verify.scenario import Check, Trial
 
 
 class AnyScenario(Protocol):

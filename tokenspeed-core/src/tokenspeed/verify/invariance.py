@@ -9,8 +9,10 @@ from tokenspeed.verify.endpoint import Endpoint
 from tokenspeed.verify.harness import Listener, judge
 from tokenspeed.verify.items import result_digest
 from tokenspeed.verify.lab import Lab
+from tokenspeed.verify.process_scenarios import thread_numbers
 from tokenspeed.verify.report import Report, Result
-from tokenspeed.verify.scenarios import SCENARIOS, Check, Stage, Work, thread_numbers
+from tokenspeed.verify.scenario import Check, Stage, Work
+from tokenspeed.verify.scenarios import SCENARIOS
 from tokenspeed.verify.served import SERVED, Expected, ServedScenario, ServedStage
 from tokenspeed.verify.trace import locate
 

@@ -19,7 +19,7 @@ from tokenspeed.verify import abilities
 from tokenspeed.verify.abilities import Abilities
 from tokenspeed.verify.endpoint import Endpoint
 from tokenspeed.verify.items import Item, Outcome, make_item, make_items
-from tokenspeed.verify.scenarios import PREFIX_LENGTHS, Check, Trial, Work
+from tokenspeed.verify.scenario import PREFIX_LENGTHS, Check, Trial, Work
 
 Expected = Callable[[Item], Outcome]
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 from tokenspeed.verify.abilities import PREEMPTIONS
 from tokenspeed.verify.items import SAMPLING, Item, Outcome, make_item
-from tokenspeed.verify.scenarios import Check, Trial
+from tokenspeed.verify.scenario import Check, Trial
 from tokenspeed.verify.served import ServedScenario, ServedStage
 
 SOAK = "soak"
