@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tokenspeed.layers.attention import SelfAttention
 from tokenspeed.layers.context import LayerContext
 from tokenspeed.layers.decoder import DecoderLayer
 from tokenspeed.layers.mlp import GatedMLP
 from tokenspeed.layers.rope import RotaryEmbedding
 from tokenspeed.models.config import ConfigFields, read_dense
-from tokenspeed.models.dense import DenseCausalLM
+from tokenspeed.models.dense import DenseCausalLM, self_attention
 
 
 class LlamaForCausalLM(DenseCausalLM):
@@ -29,17 +28,7 @@ class LlamaForCausalLM(DenseCausalLM):
         rotary = RotaryEmbedding(ctx, shape.rope, shape.head_dim, shape.max_positions)
 
         def block(layer: int) -> DecoderLayer:
-            attention = SelfAttention(
-                ctx,
-                layer=layer,
-                hidden_size=shape.hidden_size,
-                num_heads=shape.num_heads,
-                num_kv_heads=shape.num_kv_heads,
-                head_dim=shape.head_dim,
-                rotary=rotary,
-                qkv_bias=attention_bias,
-                output_bias=attention_bias,
-            )
+            attention = self_attention(ctx, shape, rotary, layer, qkv_bias=attention_bias, output_bias=attention_bias)
             mlp = GatedMLP(ctx, shape.hidden_size, shape.intermediate_size, bias=mlp_bias)
             return DecoderLayer(ctx, shape.hidden_size, shape.rms_norm_eps, attention, mlp)
 

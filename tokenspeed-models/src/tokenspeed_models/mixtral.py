@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tokenspeed.layers.attention import SelfAttention
 from tokenspeed.layers.context import LayerContext
 from tokenspeed.layers.decoder import DecoderLayer
 from tokenspeed.layers.moe import ExpertNames, Experts, Router, Routing, SparseMoE
 from tokenspeed.layers.rope import RotaryEmbedding
 from tokenspeed.models.config import ConfigFields, read_dense
-from tokenspeed.models.dense import DenseCausalLM
+from tokenspeed.models.dense import DenseCausalLM, self_attention
 
 NAMES = ExpertNames(gate="w1", up="w3", down="w2", block="block_sparse_moe")
 """What Mixtral checkpoints call the block and an expert's projections."""
@@ -32,16 +31,7 @@ class MixtralForCausalLM(DenseCausalLM):
         rotary = RotaryEmbedding(ctx, shape.rope, shape.head_dim, shape.max_positions)
 
         def block(layer: int) -> DecoderLayer:
-            attention = SelfAttention(
-                ctx,
-                layer=layer,
-                hidden_size=shape.hidden_size,
-                num_heads=shape.num_heads,
-                num_kv_heads=shape.num_kv_heads,
-                head_dim=shape.head_dim,
-                rotary=rotary,
-                window=window,
-            )
+            attention = self_attention(ctx, shape, rotary, layer, window=window)
             router = Router(ctx, shape.hidden_size, routing, NAMES)
             experts = Experts(ctx, shape.hidden_size, shape.intermediate_size, routing.num_experts, NAMES)
             return DecoderLayer(ctx, shape.hidden_size, shape.rms_norm_eps, attention, SparseMoE(router, experts))

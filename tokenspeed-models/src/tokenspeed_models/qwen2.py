@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tokenspeed.layers.attention import SelfAttention
 from tokenspeed.layers.context import LayerContext
 from tokenspeed.layers.decoder import DecoderLayer
 from tokenspeed.layers.mlp import GatedMLP
 from tokenspeed.layers.rope import RotaryEmbedding
 from tokenspeed.models.config import ConfigFields, read_dense, read_windows
-from tokenspeed.models.dense import DenseCausalLM
+from tokenspeed.models.dense import DenseCausalLM, self_attention
 
 
 class Qwen2ForCausalLM(DenseCausalLM):
@@ -28,17 +27,7 @@ class Qwen2ForCausalLM(DenseCausalLM):
         rotary = RotaryEmbedding(ctx, shape.rope, shape.head_dim, shape.max_positions)
 
         def block(layer: int) -> DecoderLayer:
-            attention = SelfAttention(
-                ctx,
-                layer=layer,
-                hidden_size=shape.hidden_size,
-                num_heads=shape.num_heads,
-                num_kv_heads=shape.num_kv_heads,
-                head_dim=shape.head_dim,
-                rotary=rotary,
-                window=windows[layer],
-                qkv_bias=True,
-            )
+            attention = self_attention(ctx, shape, rotary, layer, window=windows[layer], qkv_bias=True)
             mlp = GatedMLP(ctx, shape.hidden_size, shape.intermediate_size)
             return DecoderLayer(ctx, shape.hidden_size, shape.rms_norm_eps, attention, mlp)
 

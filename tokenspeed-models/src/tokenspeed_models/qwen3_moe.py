@@ -7,14 +7,13 @@ from typing import Any
 
 from torch import nn
 
-from tokenspeed.layers.attention import SelfAttention
 from tokenspeed.layers.context import LayerContext
 from tokenspeed.layers.decoder import DecoderLayer
 from tokenspeed.layers.mlp import GatedMLP
 from tokenspeed.layers.moe import Experts, Router, Routing, SparseMoE
 from tokenspeed.layers.rope import RotaryEmbedding
 from tokenspeed.models.config import ConfigFields, read_dense
-from tokenspeed.models.dense import DenseCausalLM
+from tokenspeed.models.dense import DenseCausalLM, self_attention
 
 
 class Qwen3MoeForCausalLM(DenseCausalLM):
@@ -51,14 +50,11 @@ class Qwen3MoeForCausalLM(DenseCausalLM):
             return SparseMoE(router, Experts(ctx, shape.hidden_size, intermediate, num_experts))
 
         def block(layer: int) -> DecoderLayer:
-            attention = SelfAttention(
+            attention = self_attention(
                 ctx,
-                layer=layer,
-                hidden_size=shape.hidden_size,
-                num_heads=shape.num_heads,
-                num_kv_heads=shape.num_kv_heads,
-                head_dim=shape.head_dim,
-                rotary=rotary,
+                shape,
+                rotary,
+                layer,
                 window=window,
                 qkv_bias=attention_bias,
                 output_bias=attention_bias,

@@ -8,9 +8,11 @@ import torch
 from torch import nn
 
 from tokenspeed.engine.batch import ForwardBatch
+from tokenspeed.layers.attention import SelfAttention
 from tokenspeed.layers.context import LayerContext
 from tokenspeed.layers.decoder import Decoder
 from tokenspeed.layers.embedding import Embedding, LMHead, TiedLMHead
+from tokenspeed.layers.rope import RotaryEmbedding
 from tokenspeed.models.base import CausalLM
 from tokenspeed.models.config import DenseConfig
 
@@ -41,3 +43,30 @@ class DenseCausalLM(CausalLM):
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = self.lm_head(hidden)
         return logits
+
+
+def self_attention(
+    ctx: LayerContext,
+    shape: DenseConfig,
+    rotary: RotaryEmbedding,
+    layer: int,
+    *,
+    window: int = 0,
+    qkv_bias: bool = False,
+    output_bias: bool = False,
+    qk_norm_eps: float | None = None,
+) -> SelfAttention:
+    """Grouped-query attention of layer `layer` with the heads that a configuration gives; options of SelfAttention."""
+    return SelfAttention(
+        ctx,
+        layer=layer,
+        hidden_size=shape.hidden_size,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        rotary=rotary,
+        window=window,
+        qkv_bias=qkv_bias,
+        output_bias=output_bias,
+        qk_norm_eps=qk_norm_eps,
+    )
