@@ -202,6 +202,19 @@ def _table(name: str, prefix: str, **own: Entry) -> Mapping[str, Entry]:
     return {**_COMMON, **{f"{module}:{prefix}{suffix}": entry for suffix, entry in classes.items()}}
 
 
+_DEEPSEEK_MOE: Mapping[str, Entry] = {
+    "MLP": _MLP,
+    "MoE": _UNCHANGED,  # adds the shared experts in the model's dtype, as the engine does
+    "TopkRouter": _ROUTER,
+    "Experts": _EXPERTS,
+}
+
+
+def _sparse(name: str, prefix: str, forward: Callable[..., Any]) -> Mapping[str, Entry]:
+    attention = Entry(forward, _sparse_attention)
+    return {**_INDEXER_NORM, **_table(name, prefix, Attention=attention, Indexer=_INDEXER, **_DEEPSEEK_MOE)}
+
+
 MODULES: Mapping[str, Mapping[str, Entry]] = {
     "LlamaForCausalLM": _table("llama", "Llama", Attention=_ATTENTION, MLP=_MLP),
     "Qwen2ForCausalLM": _table("qwen2", "Qwen2", Attention=_ATTENTION, MLP=_MLP),
@@ -223,49 +236,9 @@ MODULES: Mapping[str, Mapping[str, Entry]] = {
         TopKRouter=_ROUTER,
         Experts=_EXPERTS,
     ),
-    "DeepseekV3ForCausalLM": _table(
-        "deepseek_v3",
-        "DeepseekV3",
-        Attention=_LATENT_ATTENTION,
-        MLP=_MLP,
-        MoE=_UNCHANGED,  # adds the shared experts in the model's dtype, as the engine does
-        TopkRouter=_ROUTER,
-        Experts=_EXPERTS,
-    ),
-    "DeepseekV32ForCausalLM": {
-        **_INDEXER_NORM,
-        **_table(
-            "deepseek_v32",
-            "DeepseekV32",
-            Attention=Entry(sparse.sparse_attention_forward, _sparse_attention),
-            Indexer=_INDEXER,
-            MLP=_MLP,
-            MoE=_UNCHANGED,
-            TopkRouter=_ROUTER,
-            Experts=_EXPERTS,
-        ),
-    },
-    "GlmMoeDsaForCausalLM": {
-        **_INDEXER_NORM,
-        **_table(
-            "glm_moe_dsa",
-            "GlmMoeDsa",
-            Attention=Entry(sparse.sharing_attention_forward, _sparse_attention),
-            Indexer=_INDEXER,
-            MLP=_MLP,
-            MoE=_UNCHANGED,
-            TopkRouter=_ROUTER,
-            Experts=_EXPERTS,
-        ),
-    },
-    "LongcatFlashForCausalLM": _table(
-        "longcat_flash",
-        "LongcatFlash",
-        MLA=_LATENT_ATTENTION,
-        MLP=_MLP,
-        MoE=_UNCHANGED,
-        TopkRouter=_ROUTER,
-        Experts=_EXPERTS,
-    ),
+    "DeepseekV3ForCausalLM": _table("deepseek_v3", "DeepseekV3", Attention=_LATENT_ATTENTION, **_DEEPSEEK_MOE),
+    "DeepseekV32ForCausalLM": _sparse("deepseek_v32", "DeepseekV32", sparse.sparse_attention_forward),
+    "GlmMoeDsaForCausalLM": _sparse("glm_moe_dsa", "GlmMoeDsa", sparse.sharing_attention_forward),
+    "LongcatFlashForCausalLM": _table("longcat_flash", "LongcatFlash", MLA=_LATENT_ATTENTION, **_DEEPSEEK_MOE),
 }
 """For each architecture, every class of module that a stock model of it may hold, and what becomes of it."""
