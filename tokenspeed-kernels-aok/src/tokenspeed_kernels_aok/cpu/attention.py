@@ -10,6 +10,7 @@ import torch
 from tokenspeed.kernels.operators import PAGE_SIZE
 from tokenspeed_kernels_aok.cpu.arguments import DTYPE_CODES, float_code, same_dtype, unit_stride
 from tokenspeed_kernels_aok.cpu.library import KernelCall
+from tokenspeed_kernels_aok.cpu.paged import beyond_cache, misfit, one_sequence, read_sequences
 from tokenspeed_kernels_aok.cpu.selfcheck import checked, pattern
 
 _CACHE_WRITE = struct.Struct("18q")
@@ -46,7 +47,7 @@ def cache_write(
             )
         )  # fmt: skip
     if invalid.value:
-        raise ValueError(f"slots reach {slots.max().item()}; the cache has {pages * PAGE_SIZE} slots in {pages} pages")
+        raise beyond_cache(slots, pages)
 
 
 def attention(
@@ -69,45 +70,30 @@ def attention(
     """
     code, pages, kv_heads, d = _check_caches(k_cache, v_cache)
     same_dtype("q", q, k_cache.dtype)
-    same_dtype("query_starts", query_starts, torch.int32)
-    same_dtype("context_lens", context_lens, torch.int32)
-    same_dtype("page_tables", page_tables, torch.int32)
     tokens, q_heads, q_d = q.shape
-    sequences = context_lens.shape[0]
     if q_d != d or (q_heads % kv_heads if kv_heads else q_heads):
         raise ValueError(
             f"q is {list(q.shape)}, the caches {list(k_cache.shape)}: heads must be a multiple, D the same"
         )
-    if query_starts.shape != (sequences + 1,) or page_tables.dim() != 2 or page_tables.shape[0] != sequences:
-        raise ValueError(
-            f"query_starts is {list(query_starts.shape)}, page_tables {list(page_tables.shape)}; "
-            f"expected {[sequences + 1]} and {[sequences, 'W']} for {sequences} context_lens"
-        )
     if window < 0:
         raise ValueError(f"window is {window}; expected 0 (no window) or a number of keys")
+    sequences = read_sequences(query_starts, context_lens, page_tables)
+    starts, lengths, tables = sequences
     q = unit_stride(q)
-    query_starts, context_lens, page_tables = (
-        query_starts.contiguous(),
-        context_lens.contiguous(),
-        unit_stride(page_tables),
-    )
     out = torch.empty((tokens, q_heads, d), dtype=q.dtype)
     invalid = ctypes.c_int64(0)
     if tokens and q_heads and d:
         _attention(
             _ATTENTION.pack(
-                q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), query_starts.data_ptr(), context_lens.data_ptr(),
-                page_tables.data_ptr(), out.data_ptr(), ctypes.addressof(invalid),
-                tokens, sequences, q_heads, kv_heads, d, pages, q.stride(0), q.stride(1),
-                k_cache.stride(0), v_cache.stride(0), page_tables.stride(0), page_tables.shape[1],
+                q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), starts.data_ptr(), lengths.data_ptr(),
+                tables.data_ptr(), out.data_ptr(), ctypes.addressof(invalid),
+                tokens, len(lengths), q_heads, kv_heads, d, pages, q.stride(0), q.stride(1),
+                k_cache.stride(0), v_cache.stride(0), tables.stride(0), tables.shape[1],
                 scale, window, code, torch.get_num_threads(),
             )
         )  # fmt: skip
     if invalid.value:
-        raise ValueError(
-            f"query_starts {query_starts.tolist()}, context_lens {context_lens.tolist()} and page_tables "
-            f"{list(page_tables.shape)} of {pages} pages do not fit together, or not {tokens} queries"
-        )
+        raise misfit(sequences, pages, tokens)
     return out
 
 
@@ -151,10 +137,9 @@ def _check_cache_write(call: KernelCall) -> tuple[torch.Tensor, ...]:
 
 def _check_attention(call: KernelCall) -> tuple[torch.Tensor, ...]:
     outputs = []
-    pages = -(-_CHECKED_KEYS // PAGE_SIZE)
     invalid = torch.zeros(1, dtype=torch.int64)
-    starts, lengths = (torch.tensor(x, dtype=torch.int32) for x in ([0, _CHECKED_QUERIES], [_CHECKED_KEYS]))
-    tables = torch.arange(pages, dtype=torch.int32)
+    starts, lengths, tables = one_sequence(_CHECKED_KEYS, _CHECKED_QUERIES)
+    pages = tables.numel()
     for dtype, code in DTYPE_CODES.items():
         q = pattern(_CHECKED_QUERIES, 2, _CHECKED_HEAD, dtype=dtype)
         k_cache, v_cache = (pattern(pages, PAGE_SIZE, _CHECKED_HEAD, dtype=dtype, salt=salt) for salt in (3, 5))

@@ -10,6 +10,7 @@ import torch
 from tokenspeed.kernels.operators import PAGE_SIZE
 from tokenspeed_kernels_aok.cpu.arguments import DTYPE_CODES, float_code, same_dtype, unit_stride
 from tokenspeed_kernels_aok.cpu.library import KernelCall
+from tokenspeed_kernels_aok.cpu.paged import beyond_cache, misfit, one_sequence, read_sequences
 from tokenspeed_kernels_aok.cpu.selfcheck import checked, pattern
 
 _WRITE = struct.Struct("11q")
@@ -38,7 +39,7 @@ def write_latent(latent: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor)
             )
         )  # fmt: skip
     if invalid.value:
-        raise ValueError(f"slots reach {slots.max().item()}; the cache has {pages * PAGE_SIZE} slots in {pages} pages")
+        raise beyond_cache(slots, pages)
 
 
 def mla(
@@ -55,59 +56,34 @@ def mla(
     [T,Hq,R], contiguous. The rest is as in `attention.paged`, and so are the errors.
     """
     code, pages, width = check_cache(cache)
+    check_queries(q, cache)
     tokens, heads, _ = q.shape
-    sequences = check_sequences(q, cache, query_starts, context_lens, page_tables)
+    sequences = read_sequences(query_starts, context_lens, page_tables)
+    starts, lengths, tables = sequences
     if not 0 < latent_dim <= width:
         raise ValueError(f"the cache is {list(cache.shape)}, the latent part {latent_dim}")
     q = unit_stride(q)
-    query_starts, context_lens = query_starts.contiguous(), context_lens.contiguous()
-    page_tables = unit_stride(page_tables)
     out = q.new_empty(tokens, heads, latent_dim)
     invalid = ctypes.c_int64(0)
     if out.numel():
         _latent_attention(
             _ATTENTION.pack(
-                q.data_ptr(), cache.data_ptr(), query_starts.data_ptr(), context_lens.data_ptr(),
-                page_tables.data_ptr(), out.data_ptr(), ctypes.addressof(invalid),
-                tokens, sequences, heads, width, latent_dim, pages, q.stride(0), q.stride(1), cache.stride(0),
-                page_tables.stride(0), page_tables.shape[1], scale, code, torch.get_num_threads(),
+                q.data_ptr(), cache.data_ptr(), starts.data_ptr(), lengths.data_ptr(),
+                tables.data_ptr(), out.data_ptr(), ctypes.addressof(invalid),
+                tokens, len(lengths), heads, width, latent_dim, pages, q.stride(0), q.stride(1), cache.stride(0),
+                tables.stride(0), tables.shape[1], scale, code, torch.get_num_threads(),
             )
         )  # fmt: skip
     if invalid.value:
-        raise misfit(query_starts, context_lens, page_tables, pages, tokens)
+        raise misfit(sequences, pages, tokens)
     return out
 
 
-def check_sequences(
-    q: torch.Tensor,
-    cache: torch.Tensor,
-    query_starts: torch.Tensor,
-    context_lens: torch.Tensor,
-    page_tables: torch.Tensor,
-) -> int:
-    """How many sequences there are. Raises TypeError and ValueError where dtypes or shapes do not fit."""
+def check_queries(q: torch.Tensor, cache: torch.Tensor) -> None:
+    """Raises TypeError and ValueError where dtype or shape do not fit the cache."""
     same_dtype("q", q, cache.dtype)
-    for what, tensor in (("query_starts", query_starts), ("context_lens", context_lens), ("page_tables", page_tables)):
-        same_dtype(what, tensor, torch.int32)
-    sequences = context_lens.shape[0]
     if q.dim() != 3 or q.shape[2] != cache.shape[3]:
         raise ValueError(f"q is {list(q.shape)}, the cache {list(cache.shape)}")
-    if query_starts.shape != (sequences + 1,) or page_tables.dim() != 2 or page_tables.shape[0] != sequences:
-        raise ValueError(
-            f"query_starts is {list(query_starts.shape)}, page_tables {list(page_tables.shape)}; "
-            f"expected {[sequences + 1]} and {[sequences, 'W']} for {sequences} context_lens"
-        )
-    return sequences
-
-
-def misfit(
-    query_starts: torch.Tensor, context_lens: torch.Tensor, page_tables: torch.Tensor, pages: int, tokens: int
-) -> ValueError:
-    """What the native code found: lengths, pages and queries that contradict each other."""
-    return ValueError(
-        f"query_starts {query_starts.tolist()}, context_lens {context_lens.tolist()} and page_tables "
-        f"{list(page_tables.shape)} of {pages} pages do not fit together, or not {tokens} queries"
-    )
 
 
 def check_cache(cache: torch.Tensor) -> tuple[int, int, int]:
@@ -142,10 +118,9 @@ def _check_latent_write(call: KernelCall) -> tuple[torch.Tensor, ...]:
 
 def _check_latent_attention(call: KernelCall) -> tuple[torch.Tensor, ...]:
     outputs = []
-    pages = -(-_CHECKED_KEYS // PAGE_SIZE)
     invalid = torch.zeros(1, dtype=torch.int64)
-    starts, lengths = (torch.tensor(x, dtype=torch.int32) for x in ([0, _CHECKED_QUERIES], [_CHECKED_KEYS]))
-    tables = torch.arange(pages, dtype=torch.int32)
+    starts, lengths, tables = one_sequence(_CHECKED_KEYS, _CHECKED_QUERIES)
+    pages = tables.numel()
     for dtype, code in DTYPE_CODES.items():
         q = pattern(_CHECKED_QUERIES, _CHECKED_HEADS, _CHECKED_WIDTH, dtype=dtype)
         cache = pattern(pages, PAGE_SIZE, 1, _CHECKED_WIDTH, dtype=dtype, salt=3)

@@ -10,7 +10,8 @@ import torch
 from tokenspeed.kernels.operators import PAGE_SIZE
 from tokenspeed_kernels_aok.cpu.arguments import DTYPE_CODES, same_dtype, unit_stride
 from tokenspeed_kernels_aok.cpu.library import KernelCall
-from tokenspeed_kernels_aok.cpu.mla import check_cache, check_sequences, misfit
+from tokenspeed_kernels_aok.cpu.mla import check_cache, check_queries
+from tokenspeed_kernels_aok.cpu.paged import misfit, one_sequence, read_sequences
 from tokenspeed_kernels_aok.cpu.selfcheck import checked, pattern
 
 _SCORES = struct.Struct("20qd2q")
@@ -34,28 +35,29 @@ def index_scores(
     Raises TypeError for other dtypes, ValueError for shapes, lengths and pages that do not fit.
     """
     code, pages, width = check_cache(cache)
-    sequences = check_sequences(q, cache, query_starts, context_lens, page_tables)
+    check_queries(q, cache)
+    sequences = read_sequences(query_starts, context_lens, page_tables)
+    starts, lengths, tables = sequences
     same_dtype("weights", weights, torch.float32)
     tokens, heads, _ = q.shape
     if weights.shape != (tokens, heads):
         raise ValueError(f"weights is {list(weights.shape)}, expected {[tokens, heads]}")
-    q, weights, page_tables = unit_stride(q), unit_stride(weights), unit_stride(page_tables)
-    query_starts, context_lens = query_starts.contiguous(), context_lens.contiguous()
-    columns = PAGE_SIZE * page_tables.shape[1]
+    q, weights = unit_stride(q), unit_stride(weights)
+    columns = PAGE_SIZE * tables.shape[1]
     scores = weights.new_empty(tokens, columns)
     invalid = ctypes.c_int64(0)
     if scores.numel():
         _index_scores(
             _SCORES.pack(
-                q.data_ptr(), weights.data_ptr(), cache.data_ptr(), query_starts.data_ptr(), context_lens.data_ptr(),
-                page_tables.data_ptr(), scores.data_ptr(), ctypes.addressof(invalid),
-                tokens, sequences, heads, width, pages, columns,
+                q.data_ptr(), weights.data_ptr(), cache.data_ptr(), starts.data_ptr(), lengths.data_ptr(),
+                tables.data_ptr(), scores.data_ptr(), ctypes.addressof(invalid),
+                tokens, len(lengths), heads, width, pages, columns,
                 q.stride(0), q.stride(1), weights.stride(0), cache.stride(0),
-                page_tables.stride(0), page_tables.shape[1], scale, code, torch.get_num_threads(),
+                tables.stride(0), tables.shape[1], scale, code, torch.get_num_threads(),
             )
         )  # fmt: skip
     if invalid.value:
-        raise misfit(query_starts, context_lens, page_tables, pages, tokens)
+        raise misfit(sequences, pages, tokens)
     return scores
 
 
@@ -98,7 +100,9 @@ def attention(
     for shapes, lengths, positions and pages that do not fit, and for another order.
     """
     code, pages, width = check_cache(cache)
-    sequences = check_sequences(q, cache, query_starts, context_lens, page_tables)
+    check_queries(q, cache)
+    sequences = read_sequences(query_starts, context_lens, page_tables)
+    starts, lengths, tables = sequences
     same_dtype("indices", indices, torch.int32)
     tokens, heads, _ = q.shape
     if order not in ORDERS:
@@ -107,24 +111,23 @@ def attention(
         raise ValueError(f"the cache is {list(cache.shape)}, the latent part {latent_dim}")
     if indices.dim() != 2 or len(indices) != tokens:
         raise ValueError(f"indices is {list(indices.shape)}, expected {[tokens, 'k']}")
-    q, indices, page_tables = unit_stride(q), unit_stride(indices), unit_stride(page_tables)
-    query_starts, context_lens = query_starts.contiguous(), context_lens.contiguous()
+    q, indices = unit_stride(q), unit_stride(indices)
     out = q.new_empty(tokens, heads, latent_dim)
     invalid = ctypes.c_int64(0)
     if out.numel():
         _sparse_attention(
             _ATTENTION.pack(
-                q.data_ptr(), cache.data_ptr(), indices.data_ptr(), query_starts.data_ptr(), context_lens.data_ptr(),
-                page_tables.data_ptr(), out.data_ptr(), ctypes.addressof(invalid),
-                tokens, sequences, heads, width, latent_dim, indices.shape[1], pages,
+                q.data_ptr(), cache.data_ptr(), indices.data_ptr(), starts.data_ptr(), lengths.data_ptr(),
+                tables.data_ptr(), out.data_ptr(), ctypes.addressof(invalid),
+                tokens, len(lengths), heads, width, latent_dim, indices.shape[1], pages,
                 q.stride(0), q.stride(1), cache.stride(0), indices.stride(0),
-                page_tables.stride(0), page_tables.shape[1], order == "sorted", scale, code, torch.get_num_threads(),
+                tables.stride(0), tables.shape[1], order == "sorted", scale, code, torch.get_num_threads(),
             )
         )  # fmt: skip
     if invalid.value:
-        if tokens and (found := int(indices.max())) >= int(context_lens.max()):
-            raise ValueError(f"indices reach position {found}; the longest context has {int(context_lens.max())}")
-        raise misfit(query_starts, context_lens, page_tables, pages, tokens)
+        if tokens and (found := int(indices.max())) >= int(lengths.max()):
+            raise ValueError(f"indices reach position {found}; the longest context has {int(lengths.max())}")
+        raise misfit(sequences, pages, tokens)
     return out
 
 
@@ -133,16 +136,10 @@ _CHECKED_KEYS, _CHECKED_QUERIES, _CHECKED_HEADS, _CHECKED_WIDTH, _CHECKED_LATENT
 _CHECKED_PAGES = -(-_CHECKED_KEYS // PAGE_SIZE)
 
 
-def _checked_sequence() -> tuple[torch.Tensor, ...]:
-    """query_starts, context_lens and page_tables."""
-    starts, lengths = (torch.tensor(x, dtype=torch.int32) for x in ([0, _CHECKED_QUERIES], [_CHECKED_KEYS]))
-    return starts, lengths, torch.arange(_CHECKED_PAGES, dtype=torch.int32)
-
-
 def _check_scores(call: KernelCall) -> tuple[torch.Tensor, ...]:
     outputs = []
     invalid = torch.zeros(1, dtype=torch.int64)
-    sequence = _checked_sequence()
+    sequence = one_sequence(_CHECKED_KEYS, _CHECKED_QUERIES)
     weights = pattern(_CHECKED_QUERIES, _CHECKED_HEADS, dtype=torch.float32, salt=7)
     for dtype, code in DTYPE_CODES.items():
         q = pattern(_CHECKED_QUERIES, _CHECKED_HEADS, _CHECKED_WIDTH, dtype=dtype)
@@ -171,7 +168,7 @@ def _check_topk(call: KernelCall) -> tuple[torch.Tensor, ...]:
 def _check_attention(call: KernelCall) -> tuple[torch.Tensor, ...]:
     outputs = []
     invalid = torch.zeros(1, dtype=torch.int64)
-    sequence = _checked_sequence()
+    sequence = one_sequence(_CHECKED_KEYS, _CHECKED_QUERIES)
     indices = (torch.arange(_CHECKED_QUERIES * 270, dtype=torch.int32) * 7 % _CHECKED_KEYS).view(_CHECKED_QUERIES, 270)
     for dtype, code in DTYPE_CODES.items():
         q = pattern(_CHECKED_QUERIES, _CHECKED_HEADS, _CHECKED_WIDTH, dtype=dtype)
