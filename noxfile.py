@@ -126,13 +126,14 @@ def template(session: nox.Session) -> None:
 
 @nox.session
 def sanitize(session: nox.Session) -> None:
-    """Build the native kernels with AddressSanitizer and UndefinedBehaviorSanitizer and run their tests."""
+    """Build the native kernels with AddressSanitizer and UndefinedBehaviorSanitizer and run their tests (an hour)."""
     install(session, CORE, MODELS, extras="[dev]")
     install(session, AOK, options=("--no-deps", "--config-settings=cmake.define.AOK_SANITIZE=ON"))
     runtime = session.run("gcc", "-print-file-name=libasan.so", external=True, silent=True)
     environment = {"LD_PRELOAD": str(runtime).strip(), "ASAN_OPTIONS": "detect_leaks=0"}
     tests = sorted(map(str, Path("tests/numerics").glob("test_aok_*.py")))
-    session.run("pytest", *(session.posargs or tests), env=environment)
+    # What a sanitizer says before it ends the process is seen only if nothing captures it.
+    session.run("pytest", "--capture=no", *(session.posargs or tests), env=environment)
 
 
 @nox.session
