@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from parity import expected_logits, ours, random_ids, relative_error, theirs
+from small_configs import DEEPSEEK, LONGCAT, MAGNITUDES, MIXTRAL, QWEN3_MOE, yarn
 from tokenspeed.kernels.spec import KernelSpec
 from tokenspeed.layers.moe import Router
 from tokenspeed.models.base import CausalLM
@@ -24,53 +25,22 @@ from tokenspeed_kernels_aok.specs import SPECS as AOK
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 TOLERANCE = 1e-5
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
-DEEPSEEK = {
-    "num_key_value_heads": 6,
-    "n_routed_experts": 12,
-    "num_experts_per_tok": 4,
-    "n_group": 4,
-    "topk_group": 2,
-    "moe_intermediate_size": 40,
-    "n_shared_experts": 2,
-    "first_k_dense_replace": 1,
-    "kv_lora_rank": 24,
-    "q_lora_rank": 40,
-    "qk_nope_head_dim": 20,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 12,
-}
-LONGCAT = {
-    "num_hidden_layers": 4,
-    "num_layers": 2,
-    "num_key_value_heads": 6,
-    "ffn_hidden_size": 160,
-    "intermediate_size": 160,
-    "n_routed_experts": 7,
-    "zero_expert_num": 4,
-    "moe_topk": 4,
-    "expert_ffn_hidden_size": 40,
-    "routed_scaling_factor": 3.0,
-    "kv_lora_rank": 24,
-    "q_lora_rank": 40,
-    "qk_nope_head_dim": 20,
-    "qk_rope_head_dim": 8,
-    "head_dim": 8,
-    "v_head_dim": 12,
-}
-QWEN = {"head_dim": 32, "num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+SHARED = {**DEEPSEEK, "n_shared_experts": 2}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen3-moe": ("Qwen3Moe", {**QWEN, "norm_topk_prob": True}),
-    "qwen3-moe-unnormalised": ("Qwen3Moe", {**QWEN, "norm_topk_prob": False}),
-    "qwen3-moe-mixed": ("Qwen3Moe", {**QWEN, "num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [1]}),
-    "qwen3-moe-sliding": ("Qwen3Moe", {**QWEN, "use_sliding_window": True, "sliding_window": 9}),
-    "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
-    "deepseek-v3": ("DeepseekV3", {**DEEPSEEK, "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.7}}),
+    "qwen3-moe": ("Qwen3Moe", {**QWEN3_MOE, "norm_topk_prob": True}),
+    "qwen3-moe-unnormalised": ("Qwen3Moe", {**QWEN3_MOE, "norm_topk_prob": False}),
+    "qwen3-moe-mixed": (
+        "Qwen3Moe",
+        {**QWEN3_MOE, "num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [1]},
+    ),
+    "qwen3-moe-sliding": ("Qwen3Moe", {**QWEN3_MOE, "use_sliding_window": True, "sliding_window": 9}),
+    "mixtral": ("Mixtral", MIXTRAL),
+    "deepseek-v3": ("DeepseekV3", {**SHARED, "rope_parameters": {**yarn(64), **MAGNITUDES}}),
     "deepseek-v3-plain": (
         "DeepseekV3",
         {
-            **DEEPSEEK,
+            **SHARED,
             "q_lora_rank": None,
             "rope_interleave": False,
             "n_group": 1,
@@ -80,7 +50,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "routed_scaling_factor": 1.5,
         },
     ),
-    "longcat-flash": ("LongcatFlash", LONGCAT),
+    "longcat-flash": ("LongcatFlash", {**LONGCAT, "intermediate_size": 160, "routed_scaling_factor": 3.0}),
     "mixtral-sliding": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 3, "sliding_window": 11}),
 }
 

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from parity import expected_logits, ours, random_ids, relative_error, theirs
+from small_configs import DEEPSEEK, MAGNITUDES, yarn
 from tokenspeed.kernels.spec import KernelSpec
 from tokenspeed.layers import sparse
 from tokenspeed.layers.sparse import Indexer
@@ -23,29 +24,17 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 TOLERANCE = 1e-5
 TOP_K = 24
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
 SPARSE = {
+    **DEEPSEEK,
     "num_hidden_layers": 4,
-    "num_key_value_heads": 6,
-    "n_routed_experts": 12,
-    "num_experts_per_tok": 4,
-    "n_group": 4,
-    "topk_group": 2,
-    "moe_intermediate_size": 40,
     "n_shared_experts": 2,
-    "first_k_dense_replace": 1,
-    "kv_lora_rank": 24,
-    "q_lora_rank": 40,
-    "qk_nope_head_dim": 20,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 12,
     "index_n_heads": 18,
     "index_head_dim": 22,
     "index_topk": TOP_K,
 }
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "deepseek-v3.2": ("DeepseekV32", {**SPARSE, "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.7}}),
+    "deepseek-v3.2": ("DeepseekV32", {**SPARSE, "rope_parameters": {**yarn(64), **MAGNITUDES}}),
     "deepseek-v3.2-plain": (
         "DeepseekV32",
         {**SPARSE, "attention_bias": True, "mlp_layer_types": ["sparse", "dense", "sparse", "dense"]},

@@ -15,6 +15,7 @@ import torch
 import transformers
 
 from parity import expected_logits, ours, random_ids, relative_error, theirs
+from small_configs import MAGNITUDES, yarn
 from tokenspeed.models.base import CausalLM
 from tokenspeed.testing.models import PagedModel
 
@@ -30,7 +31,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+YARN = yarn(64)
 SLIDING = {"use_sliding_window": True, "sliding_window": 9}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -71,7 +72,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
-    "qwen3-yarn-mscale": ("Qwen3", {"head_dim": 32, "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.7}}),
+    "qwen3-yarn-mscale": ("Qwen3", {"head_dim": 32, "rope_parameters": {**YARN, **MAGNITUDES}}),
 }
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from aok_support import DTYPES, FAST_VARIANTS, VARIANTS, awkward, narrowed, same_bits, threads, use_variant, wide
+from latent_support import LatentSequences, Spans, by_sequence, rows_of
 from oracle import attention as oracle
 from tokenspeed.kernels.reference import mla as reference
 from tokenspeed_kernels_aok.cpu import attention, mla
@@ -14,34 +15,18 @@ from tokenspeed_kernels_aok.cpu import attention, mla
 SCALE = 0.17
 
 
-class Sequences:
-    """Contexts of the given lengths in shuffled pages of a cache whose unwritten slots are NaN."""
+class Sequences(LatentSequences):
+    """With attention over them, and the oracle's."""
 
     def __init__(
         self, dtype: torch.dtype, lengths: list[int], *, heads: int = 5, c: int = 86, r: int = 70, seed: int = 0
     ):
-        self.dtype, self.lengths, self.heads, self.latent = dtype, lengths, heads, r
-        self.entries = [awkward("normal", n, c, dtype=dtype, seed=seed + i) for i, n in enumerate(lengths)]
-        self.queries = [awkward("normal", n, heads, c, dtype=dtype, seed=50 + seed + i) for i, n in enumerate(lengths)]
-        pages = sum(-(-n // 16) for n in lengths) + 3
-        self.cache = torch.full((pages, 16, 1, c), torch.nan, dtype=dtype)
-        order = torch.randperm(pages, generator=torch.Generator().manual_seed(seed)).tolist()
-        self.tables: list[list[int]] = []
-        for entries in self.entries:
-            table = [order.pop() for _ in range(-(-len(entries) // 16))]
-            slots = torch.tensor([table[i // 16] * 16 + i % 16 for i in range(len(entries))])
-            mla.write_latent(entries, self.cache, slots)
-            self.tables.append(table)
+        super().__init__(dtype, lengths, heads=heads, c=c, r=r, seed=seed)
 
-    def run(self, spans: dict[int, tuple[int, int]]) -> list[torch.Tensor]:
-        """Attention of the queries [begin, end) of some sequences in one call."""
-        width = max(len(self.tables[b]) for b in spans)
-        q = torch.cat([self.queries[b][begin:end] for b, (begin, end) in spans.items()])
-        starts = np.cumsum([0, *(end - begin for begin, end in spans.values())])
-        tables = [(self.tables[b] + [10**6] * width)[:width] for b in spans]
-        ints = [torch.tensor(x, dtype=torch.int32) for x in (starts, [end for _, end in spans.values()], tables)]
-        out = mla.mla(q, self.cache, *ints, SCALE, self.latent)
-        return list(out.split([end - begin for begin, end in spans.values()]))
+    def run(self, spans: Spans) -> list[torch.Tensor]:
+        """Attention of the queries of some sequences in one call."""
+        out = mla.mla(rows_of(self.queries, spans), self.cache, *self.where(spans), SCALE, self.latent)
+        return by_sequence(out, spans)
 
     def expected(self, b: int, positions: list[int]) -> torch.Tensor:
         """The oracle of attention.paged with one kv head whose values are the entries themselves."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 
 from aok_support import DTYPES, FAST_VARIANTS, KINDS, VARIANTS, awkward, narrowed, same_bits, threads, use_variant, wide
+from latent_support import LatentSequences, Spans, by_sequence, rows_of
 from oracle import sparse as oracle
 from tokenspeed.kernels.reference import sparse as reference
 from tokenspeed_kernels_aok.cpu import mla, sparse
@@ -15,8 +15,8 @@ SCALE = 0.17
 KERNELS = {"_index_scores": "_SCORES", "_index_topk": "_TOPK", "_sparse_attention": "_ATTENTION"}
 
 
-class Sequences:
-    """Contexts of the given lengths in shuffled pages, whose unwritten slots are NaN; every query has a selection."""
+class Sequences(LatentSequences):
+    """With weights of an indexer's heads, and a selection of `k` positions for every query."""
 
     def __init__(
         self,
@@ -30,9 +30,8 @@ class Sequences:
         kind: str = "normal",
         seed: int = 0,
     ):
-        self.dtype, self.lengths, self.latent, self.k = dtype, lengths, r, k
-        self.entries = [awkward(kind, n, c, dtype=dtype, seed=seed + i) for i, n in enumerate(lengths)]
-        self.queries = [awkward(kind, n, heads, c, dtype=dtype, seed=50 + seed + i) for i, n in enumerate(lengths)]
+        super().__init__(dtype, lengths, heads=heads, c=c, r=r, kind=kind, seed=seed)
+        self.k = k
         self.weights = [awkward("normal", n, heads, dtype=torch.float32, seed=90 + i) for i, n in enumerate(lengths)]
         generator = torch.Generator().manual_seed(seed)
         self.indices = [torch.full((n, k), -1, dtype=torch.int32) for n in lengths]
@@ -40,39 +39,20 @@ class Sequences:
             for position, row in enumerate(indices):
                 chosen = torch.randperm(position + 1, generator=generator)[:k]
                 row[: len(chosen)] = chosen
-        pages = sum(-(-n // 16) for n in lengths) + 3
-        self.cache = torch.full((pages, 16, 1, c), torch.nan, dtype=dtype)
-        order = torch.randperm(pages, generator=generator).tolist()
-        self.tables: list[list[int]] = []
-        for entries in self.entries:
-            table = [order.pop() for _ in range(-(-len(entries) // 16))]
-            slots = torch.tensor([table[i // 16] * 16 + i % 16 for i in range(len(entries))])
-            mla.write_latent(entries, self.cache, slots)
-            self.tables.append(table)
 
-    def where(self, spans: dict[int, tuple[int, int]]) -> list[torch.Tensor]:
-        """query_starts, context_lens and page_tables for the queries [begin, end) of some sequences."""
-        width = max(len(self.tables[b]) for b in spans)
-        starts = np.cumsum([0, *(end - begin for begin, end in spans.values())])
-        tables = [(self.tables[b] + [10**6] * width)[:width] for b in spans]
-        return [torch.tensor(x, dtype=torch.int32) for x in (starts, [end for _, end in spans.values()], tables)]
-
-    def rows(self, values: list[torch.Tensor], spans: dict[int, tuple[int, int]]) -> torch.Tensor:
-        return torch.cat([values[b][begin:end] for b, (begin, end) in spans.items()])
-
-    def score(self, spans: dict[int, tuple[int, int]]) -> list[torch.Tensor]:
+    def score(self, spans: Spans) -> list[torch.Tensor]:
         """Scores by sequence, without the columns behind its context."""
-        q, weights = self.rows(self.queries, spans), self.rows(self.weights, spans)
+        q, weights = rows_of(self.queries, spans), rows_of(self.weights, spans)
         found = sparse.index_scores(q, weights, self.cache, *self.where(spans), SCALE)
-        parts = found.split([end - begin for begin, end in spans.values()])
+        parts = by_sequence(found, spans)
         for part, (begin, end) in zip(parts, spans.values(), strict=True):
             assert all((row[begin + i + 1 :] == -torch.inf).all() for i, row in enumerate(part)), end
         return [part[:, :end] for part, (_, end) in zip(parts, spans.values(), strict=True)]
 
-    def attend(self, spans: dict[int, tuple[int, int]], order: str) -> list[torch.Tensor]:
-        q, indices = self.rows(self.queries, spans), self.rows(self.indices, spans)
+    def attend(self, spans: Spans, order: str) -> list[torch.Tensor]:
+        q, indices = rows_of(self.queries, spans), rows_of(self.indices, spans)
         out = sparse.attention(q, self.cache, indices, *self.where(spans), SCALE, self.latent, order)
-        return list(out.split([end - begin for begin, end in spans.values()]))
+        return by_sequence(out, spans)
 
 
 @pytest.fixture(params=VARIANTS)

@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from small_configs import DEEPSEEK, LONGCAT, MAGNITUDES, MIXTRAL, QWEN3_MOE, yarn
 from tokenspeed.config_sources import load_config
 from tokenspeed.verify.invariance import verify_engine
 from tokenspeed.verify.lab import Lab
@@ -29,65 +30,19 @@ ALL: tuple[str, ...] = ()
 CORE = ("batch", "chunks", "prefix", "preemption", "prefill")
 
 MODELS: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
-    "qwen3-moe": (
-        "Qwen3Moe",
-        ALL,
-        {
-            "head_dim": 32,
-            "num_experts": 12,
-            "num_experts_per_tok": 3,
-            "moe_intermediate_size": 40,
-            "norm_topk_prob": True,
-        },
-    ),
+    "qwen3-moe": ("Qwen3Moe", ALL, {**QWEN3_MOE, "norm_topk_prob": True}),
     "deepseek-v3": (
         "DeepseekV3",
         ALL,
         {
-            "num_key_value_heads": 6,
+            **DEEPSEEK,
             "n_routed_experts": 16,
             "num_experts_per_tok": 3,
-            "n_group": 4,
-            "topk_group": 2,
-            "moe_intermediate_size": 40,
-            "first_k_dense_replace": 1,
-            "kv_lora_rank": 24,
-            "q_lora_rank": 40,
-            "qk_nope_head_dim": 20,
-            "qk_rope_head_dim": 8,
-            "v_head_dim": 12,
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "rope_theta": 1e4,
-                "factor": 4.0,
-                "original_max_position_embeddings": 128,
-                "mscale": 1.0,
-                "mscale_all_dim": 0.7,
-            },
+            "rope_parameters": {**yarn(128), **MAGNITUDES},
         },
     ),
-    "longcat-flash": (
-        "LongcatFlash",
-        CORE,
-        {
-            "num_hidden_layers": 4,
-            "num_layers": 2,
-            "num_key_value_heads": 6,
-            "ffn_hidden_size": 160,
-            "intermediate_size": 160,
-            "n_routed_experts": 7,
-            "zero_expert_num": 5,
-            "moe_topk": 4,
-            "expert_ffn_hidden_size": 40,
-            "kv_lora_rank": 24,
-            "q_lora_rank": 40,
-            "qk_nope_head_dim": 20,
-            "qk_rope_head_dim": 8,
-            "head_dim": 8,
-            "v_head_dim": 12,
-        },
-    ),
-    "mixtral": ("Mixtral", CORE, {"num_local_experts": 5, "num_experts_per_tok": 2}),
+    "longcat-flash": ("LongcatFlash", CORE, {**LONGCAT, "intermediate_size": 160, "zero_expert_num": 5}),
+    "mixtral": ("Mixtral", CORE, MIXTRAL),
 }
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from small_configs import DEEPSEEK
 from tokenspeed.config_sources import load_config
 from tokenspeed.verify.invariance import verify_engine
 from tokenspeed.verify.lab import Lab
@@ -29,19 +30,12 @@ CORE = ("batch", "chunks", "prefix", "preemption", "prefill")
 TOP_K = 13
 
 SPARSE = {
-    "num_hidden_layers": 3,
-    "num_key_value_heads": 6,
+    **DEEPSEEK,
     "n_routed_experts": 8,
     "num_experts_per_tok": 3,
     "n_group": 2,
     "topk_group": 1,
-    "moe_intermediate_size": 40,
-    "first_k_dense_replace": 1,
-    "kv_lora_rank": 24,
-    "q_lora_rank": 40,
-    "qk_nope_head_dim": 20,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 12,
+    "num_hidden_layers": 3,
     "index_n_heads": 3,
     "index_head_dim": 14,
     "index_topk": TOP_K,

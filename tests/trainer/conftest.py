@@ -12,90 +12,29 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-LATENT = {
-    "num_key_value_heads": 6,
-    "kv_lora_rank": 24,
-    "q_lora_rank": 40,
-    "qk_nope_head_dim": 20,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 12,
-}
+from small_configs import DEEPSEEK, LONGCAT, MAGNITUDES, MIXTRAL, QWEN3_MOE, yarn
 
-SPARSE = {
-    "n_routed_experts": 12,
-    "num_experts_per_tok": 4,
-    "moe_intermediate_size": 40,
-    "first_k_dense_replace": 1,
-    "index_n_heads": 6,
-    "index_head_dim": 22,
-    "index_topk": 24,
-}
+INDEXER = {"index_n_heads": 6, "index_head_dim": 22, "index_topk": 24}
+YARN = {**yarn(512), **MAGNITUDES}
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "Llama": {"tie_word_embeddings": False},
     "Qwen2": {"tie_word_embeddings": True},
     "Qwen3": {"head_dim": 32, "tie_word_embeddings": True, "attention_bias": True},
-    "Qwen3Moe": {
-        "head_dim": 32,
-        "num_experts": 12,
-        "num_experts_per_tok": 3,
-        "moe_intermediate_size": 40,
-        "mlp_only_layers": [1],
-        "norm_topk_prob": True,
-    },
-    "Mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 64},
-    "DeepseekV3": {
-        **LATENT,
-        "n_routed_experts": 12,
-        "num_experts_per_tok": 4,
-        "n_group": 4,
-        "topk_group": 2,
-        "moe_intermediate_size": 40,
-        "first_k_dense_replace": 1,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 1e4,
-            "factor": 4.0,
-            "original_max_position_embeddings": 512,
-            "mscale": 1.0,
-            "mscale_all_dim": 0.7,
-        },
-    },
-    "DeepseekV32": {
-        **LATENT,
-        **SPARSE,
-        "n_group": 4,
-        "topk_group": 2,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 1e4,
-            "factor": 4.0,
-            "original_max_position_embeddings": 512,
-            "mscale": 1.0,
-            "mscale_all_dim": 0.7,
-        },
-    },
+    "Qwen3Moe": {**QWEN3_MOE, "mlp_only_layers": [1], "norm_topk_prob": True},
+    "Mixtral": {**MIXTRAL, "sliding_window": 64},
+    "DeepseekV3": {**DEEPSEEK, "rope_parameters": YARN},
+    "DeepseekV32": {**DEEPSEEK, **INDEXER, "rope_parameters": YARN},
     "GlmMoeDsa": {
-        **LATENT,
-        **SPARSE,
+        **DEEPSEEK,
+        **INDEXER,
         "num_hidden_layers": 4,
         "indexer_types": ["full", "shared", "full", "shared"],
         "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
         "n_group": 1,
         "topk_group": 1,
     },
-    "LongcatFlash": {
-        **LATENT,
-        "num_hidden_layers": 4,
-        "num_layers": 2,
-        "ffn_hidden_size": 160,
-        "n_routed_experts": 7,
-        "zero_expert_num": 4,
-        "moe_topk": 4,
-        "expert_ffn_hidden_size": 40,
-        "routed_scaling_factor": 9.0,
-        "head_dim": 8,
-    },
+    "LongcatFlash": {**LONGCAT, "routed_scaling_factor": 9.0},
 }
 
 MakeFolder = Callable[..., Path]
