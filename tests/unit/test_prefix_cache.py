@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tokenspeed.engine.kv_cache import KVCache
-from tokenspeed.engine.prefix_cache import PrefixCache, chain_keys, root_key
+from tokenspeed.engine.prefix_cache import ChainKey, PrefixCache, chain_keys, root_key
 from tokenspeed.testing.context_model import ContextSpec
 
 TOKENS = np.arange(100, dtype=np.int64)
@@ -15,6 +15,16 @@ TOKENS = np.arange(100, dtype=np.int64)
 
 def cache(pages: int = 6) -> KVCache:
     return KVCache([ContextSpec()], pages, max_seats=2, max_pages_per_seat=pages)
+
+
+def published(pool: KVCache, count: int) -> tuple[list[ChainKey], list[int]]:
+    """The keys of `TOKENS`, and the pages in use that were published under the first `count` of them."""
+    keys = chain_keys(root_key(""), TOKENS, [])
+    pages = pool.allocate(count)
+    assert pages is not None
+    for key, page in zip(keys, pages, strict=False):
+        pool.publish(key, page)
+    return keys, pages
 
 
 def test_keys_name_the_whole_prefix_and_the_weights() -> None:
@@ -61,11 +71,7 @@ def test_a_taken_key_keeps_its_page() -> None:
 
 def test_pages_go_round() -> None:
     pool = cache()
-    keys = chain_keys(root_key(""), TOKENS, [])
-    first = pool.allocate(3)
-    assert first is not None
-    for key, page in zip(keys, first, strict=False):
-        pool.publish(key, page)
+    keys, first = published(pool, 3)
     assert pool.match(keys) == first
     pool.acquire(first[:2])
     pool.release(first)
@@ -83,12 +89,8 @@ def test_pages_go_round() -> None:
 
 def test_discarded_pages_are_forgotten_and_zeroed() -> None:
     pool = cache()
-    keys = chain_keys(root_key(""), TOKENS, [])
-    pages = pool.allocate(2)
-    assert pages is not None
-    for key, page in zip(keys, pages, strict=False):
-        pool.publish(key, page)
-        pool.tensors[0][0][page] = torch.nan
+    keys, pages = published(pool, 2)
+    pool.tensors[0][0][pages] = torch.nan
     pool.discard(pages)
     assert pool.match(keys) == []
     assert (pool.used, pool.idle) == (0, 0)
@@ -98,11 +100,7 @@ def test_discarded_pages_are_forgotten_and_zeroed() -> None:
 @pytest.mark.parametrize("idle", [True, False])
 def test_forgetting_prefixes_leaves_pages_in_use(idle: bool) -> None:
     pool = cache()
-    keys = chain_keys(root_key(""), TOKENS, [])
-    pages = pool.allocate(2)
-    assert pages is not None
-    for key, page in zip(keys, pages, strict=False):
-        pool.publish(key, page)
+    keys, pages = published(pool, 2)
     if idle:
         pool.release(pages)
     pool.forget_prefixes()

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from types import TracebackType
-from typing import TypeVar
+from typing import Self, TypeVar
 
 from rich.console import Console
+from rich.live import Live
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn, track
 
 from tokenspeed.progress import is_wanted
@@ -22,7 +22,22 @@ def counted(items: Iterable[Item], what: str) -> Iterable[Item]:
     return track(items, what, console=console, transient=True, disable=not console.is_terminal)
 
 
-class StartProgress:
+class Shown:
+    """A context manager that shows `_live` meanwhile, which is None where nobody watches."""
+
+    _live: Progress | Live | None
+
+    def __enter__(self) -> Self:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+
+class StartProgress(Shown):
     """Call it with (stage, done, in all); `in all` 0 means that nothing is counted. Use as a context manager."""
 
     def __init__(self, console: Console) -> None:
@@ -33,17 +48,6 @@ class StartProgress:
         if console.is_terminal:
             columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
             self._live = Progress(*columns, TimeElapsedColumn(), console=console, transient=True)
-
-    def __enter__(self) -> StartProgress:
-        if self._live is not None:
-            self._live.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if self._live is not None:
-            self._live.stop()
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         """Show that `stage` is going on."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from types import TracebackType
-
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from tokenspeed.cli.progress import Shown
 from tokenspeed.verify.report import Report, Result
 
 _STYLES = {
@@ -21,25 +20,16 @@ _STYLES = {
 }
 
 
-class VerifyDisplay:
+class VerifyDisplay(Shown):
     """Call it as the harness's listener. Use as a context manager."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._results: list[Result] = []
         self._running: Result | None = None
-        self._live = Live(console=console, refresh_per_second=8, transient=True) if console.is_terminal else None
-
-    def __enter__(self) -> VerifyDisplay:
-        if self._live is not None:
-            self._live.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if self._live is not None:
-            self._live.stop()
+        self._live: Live | None = (
+            Live(console=console, refresh_per_second=8, transient=True) if console.is_terminal else None
+        )
 
     def __call__(self, result: Result, over: bool) -> None:
         """The state of the scenario that runs."""
