@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -111,6 +112,44 @@ def test_abort_ends_one_request_and_leaves_the_other(server: Any, http: httpx.Cl
     reply = http.post("/abort_request", json={"abort_all": True})
     assert (reply.status_code, reply.content) == (200, b"")
     assert {future.result(20).json()["choices"][0]["finish_reason"] for future in everything} == {"abort"}
+
+
+BEFORE_PREFILL: dict[str, tuple[str, dict[str, Any]]] = {
+    "completion": ("/v1/completions", {"prompt": [5, 90], "return_weight_versions": True}),
+    "echo": ("/v1/completions", {"prompt": [5, 90], "echo": True, "logprobs": 0}),
+    "chat": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "?"}], "return_weight_versions": True}),
+    "tokens": ("/inference/v1/generate", {"token_ids": [5, 90]}),
+    "native": ("/generate", {"input_ids": [5, 90], "return_logprob": True, "logprob_start_len": 0}),
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_is_aborted_before_its_first_token_is_answered_too(
+    server: Any, http: httpx.Client, pool: ThreadPoolExecutor, stream: bool
+) -> None:
+    def ask(path: str, body: dict[str, Any]) -> httpx.Response:
+        return httpx.post(f"{server.url}{path}", json={**body, "stream": stream}, timeout=60)
+
+    def finish(reply: httpx.Response) -> Any:
+        """The ending, which is all that comes, streamed or not."""
+        assert reply.status_code == 200, reply.text
+        *_, last = (part for part in reply.text.removeprefix("data: ").split("\n\ndata: ") if '"abort"' in part)
+        return json.loads(last)
+
+    http.post("/pause_generation", json={"mode": "in_place"})
+    replies = {name: pool.submit(ask, *what) for name, what in BEFORE_PREFILL.items()}
+    until(lambda: http.get("/load").json() == {"server_load": len(replies)})
+    http.post("/abort_request", json={"abort_all": True})
+    ended = {name: finish(reply.result(20)) for name, reply in replies.items()}
+    for name in ("completion", "echo", "chat", "tokens"):
+        assert ended[name]["choices"][0]["finish_reason"] == "abort"
+    for name in ("completion", "chat", "tokens"):
+        assert ended[name]["choices"][0]["weight_versions"] == []
+    assert ended["echo"]["choices"][0]["logprobs"]["token_logprobs"] == [None, None]
+    meta = ended["native"]["meta_info"]
+    assert meta["finish_reason"]["message"] == "Abort before prefill"
+    assert meta["output_token_logprobs"] == []
+    assert meta["weight_version"] == http.get("/get_weight_version").json()["weight_version"]
 
 
 def test_reset_prefix_cache_forgets(http: httpx.Client) -> None:

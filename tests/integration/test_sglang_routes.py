@@ -72,6 +72,17 @@ def test_a_batch_is_answered_in_order_each_with_its_own_parameters(http: httpx.C
     assert len({tuple(reply["output_ids"]) for reply in group}) == 3
 
 
+def test_a_prompt_can_be_scored_alone_and_says_by_which_weights(http: httpx.Client) -> None:
+    reply = ask(http, sampling_params={"max_new_tokens": 0}, return_logprob=True, logprob_start_len=0)
+    assert [entry[1] for entry in reply["meta_info"]["input_token_logprobs"]] == PROMPT
+    assert reply["output_ids"] == []
+    assert reply["meta_info"]["weight_version"] == http.get("/get_weight_version").json()["weight_version"]
+    tokens = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 0, "prompt_logprobs": 0}}
+    scored = http.post("/inference/v1/generate", json=tokens).json()
+    assert len(scored["prompt_logprobs"]) == len(PROMPT)
+    assert scored["choices"][0]["weight_versions"] == []
+
+
 def test_prompt_logprobs_start_where_asked_with_a_null(http: httpx.Client) -> None:
     body = {"sampling_params": {"max_new_tokens": 1, "temperature": 0}, "return_logprob": True}
     whole = ask(http, **body, logprob_start_len=0)["meta_info"]["input_token_logprobs"]

@@ -125,7 +125,9 @@ class Completion:
         if body.logprobs is not None:
             ids, entries = part.token_ids, list[PositionLogprobs | None](part.logprobs or [])
             if echo:
-                ids, entries = sample.prompt.ids + ids, cut(sample.prompt_logprobs or [], body.logprobs) + entries
+                # A sample that was ended before its prompt was read has no logprobs of it.
+                prompt = sample.prompt_logprobs or [None] * len(sample.prompt.ids)
+                ids, entries = sample.prompt.ids + ids, cut(prompt, body.logprobs) + entries
             choice["logprobs"] = (
                 {"token_logprobs": base64_logprobs(entries)} if body.in_base64 else writer.completion(ids, entries)
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -39,7 +40,8 @@ class Job:
 class Sample:
     """One continuation: `index` counts all samples of the request, prompt-major; `seed` replays it alone.
 
-    `first` is the index of the first sample of the same prompt.
+    `first` is the index of the first sample of the same prompt. `weight_version` computed the newest token; while there
+    is none, it is what the engine last said.
     """
 
     index: int
@@ -54,6 +56,7 @@ class Sample:
     stop_reason: int | str | None = None
     cached_tokens: int = 0
     preemptions: int = 0
+    weight_version: str = ""
     weight_versions: list[tuple[str, int]] = field(default_factory=list)
     fingerprint: str = ""
     first_token_at: float = 0.0
@@ -68,6 +71,8 @@ class Sample:
         """Add what a step brought. Raises ApiError when the engine reports that this sample failed."""
         if update.finish_reason == "error":
             raise ApiError(500, update.error or "the engine failed on this request", reason="sample_failed")
+        if update.token_ids or not self.token_ids:
+            self.weight_version = update.weight_version
         if update.token_ids and (not self.weight_versions or self.weight_versions[-1][0] != update.weight_version):
             self.weight_versions.append((update.weight_version, len(self.token_ids)))
         self.token_ids += update.token_ids
@@ -94,9 +99,8 @@ class Sample:
 
     def version_spans(self) -> list[dict[str, object]]:
         """Which weights computed which of the output tokens: `[{version, start, end}]`."""
-        ends = [start for _, start in self.weight_versions[1:]] + [len(self.token_ids)]
-        spans = zip(self.weight_versions, ends, strict=True)
-        return [{"version": version, "start": start, "end": end} for (version, start), end in spans]
+        spans = pairwise([*self.weight_versions, ("", len(self.token_ids))])
+        return [{"version": version, "start": start, "end": end} for (version, start), (_, end) in spans]
 
 
 class Generation:

@@ -82,7 +82,7 @@ class _Writer:
             "completion_tokens": len(sample.token_ids),
             "cached_tokens": sample.cached_tokens,
             "num_retractions": sample.preemptions,
-            "weight_version": sample.weight_versions[-1][0] if sample.weight_versions else "",
+            "weight_version": sample.weight_version,
             "weight_versions": sample.version_spans(),
             "e2e_latency": time.monotonic() - started_at,
             "sampling_seed": sample.seed,
