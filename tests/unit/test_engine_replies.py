@@ -37,6 +37,10 @@ def test_stop_tokens_min_tokens_and_lengths() -> None:
     assert len(one(max_tokens=None, ignore_eos=True).token_ids) == 95
     assert one(allowed_token_ids=[5, 6]).token_ids == [5] * 8
     assert one(logit_bias={9: 50.0}, ignore_eos=True).token_ids == [9] * 8
+    # Ids that the model has no logits for end nothing, and mask nothing.
+    wild = make_engine(model, eos_ids=(0, -VOCAB + 7, VOCAB, 2**70))
+    asked = request("a", [3], temperature=0.0, min_tokens=3)
+    assert run(wild, [asked])["a"].token_ids == [7, 7, 7, 0]
 
 
 def test_samples_differ_and_replay_by_their_seed() -> None:

@@ -10,7 +10,7 @@ from tokenspeed.engine.request import Request, SamplingParams
 from tokenspeed.engine.validation import Limits, validate
 from tokenspeed.errors import ContextOverflow, RequestError
 
-LIMITS = Limits(vocab_size=100, max_model_len=32)
+LIMITS = Limits(vocab_size=100, max_model_len=32, eos_ids=(7,))
 
 BAD: list[tuple[str, dict[str, Any]]] = [
     ("n", {"n": 0}),
@@ -33,6 +33,7 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("allowed_token_ids", {"allowed_token_ids": []}),
     ("allowed_token_ids", {"allowed_token_ids": [-1]}),
     ("allowed_token_ids", {"allowed_token_ids": [5], "stop_token_ids": [5], "min_tokens": 1}),
+    ("allowed_token_ids", {"allowed_token_ids": [5, 7], "stop_token_ids": [5], "min_tokens": 1}),
     ("stop", {"stop": [""]}),
     ("stop", {"stop": ["x"] * 65}),
     ("stop", {"stop": ["x" * 2000]}),

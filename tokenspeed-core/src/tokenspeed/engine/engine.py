@@ -83,7 +83,11 @@ class Engine:
             )
         self.options = options
         self.limits = Limits(
-            vocab_size=model.vocab_size, max_model_len=options.max_model_len, max_logprobs=options.max_logprobs
+            vocab_size=model.vocab_size,
+            max_model_len=options.max_model_len,
+            max_logprobs=options.max_logprobs,
+            # A checkpoint may name an id that the model has no logit for; such an id never comes.
+            eos_ids=tuple(token for token in options.eos_ids if 0 <= token < model.vocab_size),
         )
         self.tokenizer = tokenizer
         self.certificate = certificate
@@ -146,7 +150,7 @@ class Engine:
         text = TextStream(self.tokenizer, params) if self.tokenizer is not None and params.detokenize else None
         penalised = params.repetition_penalty != 1 or params.frequency_penalty or params.presence_penalty
         counts = TokenCounts(request.prompt) if penalised else None
-        rules = StopRules.of(params, self.options.eos_ids)
+        rules = StopRules.of(params, self.limits.eos_ids)
         self._scheduler.add(RequestState(request, most, rules, text, counts))
 
     def abort(self, request_id: str) -> TokenUpdate | None:

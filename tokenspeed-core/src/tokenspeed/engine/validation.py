@@ -12,6 +12,7 @@ from collections.abc import Collection, Sequence
 import msgspec
 
 from tokenspeed.engine.request import Request, SamplingParams
+from tokenspeed.engine.stopping import StopRules
 from tokenspeed.errors import ContextOverflow, RequestError
 
 MAX_N = 1024
@@ -25,12 +26,14 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """What one engine accepts.
 
     `vocab_size` counts the columns of the logits; `max_model_len` the tokens of prompt and output together;
-    `max_logprobs` the alternatives that a request may ask for (-1: the whole vocabulary).
+    `max_logprobs` the alternatives that a request may ask for (-1: the whole vocabulary). `eos_ids` end a sequence;
+    all of them are in the vocabulary.
     """
 
     vocab_size: int
     max_model_len: int
     max_logprobs: int = 20
+    eos_ids: tuple[int, ...] = ()
 
 
 def validate(request: Request, limits: Limits) -> None:
@@ -88,9 +91,9 @@ def _check_edits(params: SamplingParams, limits: Limits) -> None:
         if not params.allowed_token_ids:
             raise _range("allowed_token_ids", "an empty list", "at least one token id")
         _check_ids("allowed_token_ids", params.allowed_token_ids, limits)
-        if params.min_tokens and set(params.allowed_token_ids) <= set(params.stop_token_ids):
+        if params.min_tokens and StopRules.of(params, limits.eos_ids).token_ids.issuperset(params.allowed_token_ids):
             raise RequestError(
-                "allowed_token_ids holds stop tokens only, which min_tokens forbids; allow another token",
+                "allowed_token_ids holds tokens only that end a reply, which min_tokens forbids; allow another token",
                 param="allowed_token_ids",
                 code="invalid_value",
             )
