@@ -75,6 +75,7 @@ def test_a_failing_update_changes_nothing(own: httpx.Client, changed: Path) -> N
     for path, body in (
         ("/update_weights_from_disk", {"model_path": str(changed)}),
         ("/update_weights", {"weight_dir": "/absent"}),
+        ("/update_weights", {"weight_dir": "/" + "x" * 5000}),
     ):
         failed = own.post(path, json=body)
         assert failed.status_code == 400

@@ -40,7 +40,7 @@ def test_a_file_is_read_under_auto_only(tmp_path: Path) -> None:
     assert sampling_defaults(folder, "none") == OPENAI_DEFAULTS
 
 
-@pytest.mark.parametrize("content", [{}, {"temperature": None}, {"do_sample": False, "max_new_tokens": 9}, []])
+@pytest.mark.parametrize("content", [{}, {"temperature": None}, {"do_sample": False, "max_new_tokens": 9}])
 def test_what_a_file_does_not_say_stays(content: object, tmp_path: Path) -> None:
     assert sampling_defaults(write(tmp_path, content), "auto") == OPENAI_DEFAULTS
 
@@ -53,6 +53,29 @@ def test_without_a_file(tmp_path: Path) -> None:
 def test_a_value_of_no_use_is_refused_by_name(value: Any, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="temperature is"):
         sampling_defaults(write(tmp_path, {"temperature": value}), "auto")
+
+
+@pytest.mark.parametrize("values", [{"temperature": -1}, {"top_p": 0.0}, {"top_k": 2**40}, {"repetition_penalty": 0}])
+def test_a_value_that_no_request_may_have_is_refused_at_the_start(values: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=f"{next(iter(values))}: .* is out of range; .*--generation-config none"):
+        sampling_defaults(write(tmp_path, values), "auto")
+
+
+@pytest.mark.parametrize(("content", "words"), [(b"[]", "JSON object"), (b"{", "valid JSON"), (b"\xff", "UTF-8")])
+def test_a_file_that_is_none_is_refused_by_name(content: bytes, words: str, tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_bytes(content)
+    with pytest.raises(CheckpointError, match=f"generation_config.json .*{words}"):
+        sampling_defaults(tmp_path, "auto")
+
+
+def test_a_file_that_cannot_be_read_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> str:
+        raise PermissionError(13, "Permission denied")
+
+    folder = write(tmp_path, QWEN)
+    monkeypatch.setattr(Path, "read_text", refuse)
+    with pytest.raises(CheckpointError, match=r"generation_config.json cannot be read: Permission denied"):
+        sampling_defaults(folder, "auto")
 
 
 def test_a_request_wins_over_the_file() -> None:

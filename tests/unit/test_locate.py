@@ -35,6 +35,14 @@ def test_a_file_is_no_model(tmp_path: Path) -> None:
         locate_model(str(tmp_path / "model.gguf"), {})
 
 
+@pytest.mark.parametrize(
+    ("name", "words"), [("x" * 5000, "File name too long"), ("~nobody-of-that-name/m", "home directory")]
+)
+def test_a_name_that_is_no_path(name: str, words: str) -> None:
+    with pytest.raises(CheckpointError, match=f"no model at .*{words}"):
+        locate_model(name, {})
+
+
 def test_an_embedded_model() -> None:
     found = locate_model("some", {"some": "tokenspeed:kernels/reference"})
     assert (found / "gemm.py").is_file()

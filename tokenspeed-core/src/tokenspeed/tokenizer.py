@@ -1,12 +1,11 @@
-"""Text to token ids and back: a `tokenizers` tokenizer with the ids that end a text, and text as it grows.
+"""Text to token ids and back: a `tokenizers` tokenizer, its chat template, and text as it grows.
 
-Knows files of a checkpoint (`tokenizer.json`, `tokenizer_config.json`, `generation_config.json`, `config.json`); knows
-nothing of requests. Imports neither torch nor transformers.
+Knows files of a checkpoint (`tokenizer.json`, `tokenizer_config.json`, `special_tokens_map.json`,
+`chat_template.jinja`); knows nothing of requests. Imports neither torch nor transformers.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,18 +14,18 @@ from tokenizers import Tokenizer as _Tokenizer
 
 from tokenspeed.detokenize import Detokenizer, PieceTable
 from tokenspeed.errors import CheckpointError, RequestError
+from tokenspeed.loading.json_file import read_json_if_any, read_text
 
 __all__ = ["Detokenizer", "Tokenizer"]
 
 
 class Tokenizer:
-    """The tokenizer of one checkpoint. `eos_ids` are all ids that end a text, in ascending order."""
+    """The tokenizer of one checkpoint."""
 
     def __init__(
         self,
         backend: _Tokenizer,
         *,
-        eos_ids: Sequence[int] = (),
         special_tokens: dict[str, str] | None = None,
         chat_template: str | None = None,
     ) -> None:
@@ -34,7 +33,6 @@ class Tokenizer:
         # A tokenizer.json may carry padding and truncation from its training; a prompt is never changed silently.
         backend.no_padding()
         backend.no_truncation()
-        self.eos_ids = tuple(sorted(set(eos_ids)))
         self.special_tokens = dict(special_tokens or {})
         self.chat_template = chat_template
         self._table = PieceTable(backend)
@@ -53,14 +51,9 @@ class Tokenizer:
             backend = _Tokenizer.from_file(str(path))
         except Exception as error:  # the Rust side raises bare Exception
             raise CheckpointError(f"{path} is not a tokenizer that the tokenizers package can read: {error}") from error
-        config = _read_json(directory / "tokenizer_config.json")
-        special = _special_tokens(_read_json(directory / "special_tokens_map.json")) | _special_tokens(config)
-        return cls(
-            backend,
-            eos_ids=_eos_ids(directory, backend, special),
-            special_tokens=special,
-            chat_template=_chat_template(directory, config),
-        )
+        config = read_json_if_any(directory / "tokenizer_config.json")
+        special = _special_tokens(read_json_if_any(directory / "special_tokens_map.json")) | _special_tokens(config)
+        return cls(backend, special_tokens=special, chat_template=_chat_template(directory, config))
 
     @property
     def vocab_size(self) -> int:
@@ -117,38 +110,16 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
     return found
 
 
-def _eos_ids(directory: Path, backend: _Tokenizer, special: dict[str, str]) -> list[int]:
-    """Ids that end a text: generation_config.json, else config.json; and always the tokenizer's own `eos_token`."""
-    ids: list[int] = []
-    for name in ("generation_config.json", "config.json"):
-        found = _read_json(directory / name).get("eos_token_id")
-        if found is not None:
-            ids = [found] if isinstance(found, int) else list(found)
-            break
-    own = backend.token_to_id(special["eos_token"]) if "eos_token" in special else None
-    return ids if own is None else [*ids, own]
-
-
 def _chat_template(directory: Path, config: dict[str, Any]) -> str | None:
     """`chat_template.jinja`, else tokenizer_config.json's `chat_template` (of several, the one named `default`)."""
     path = directory / "chat_template.jinja"
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        return read_text(path)
     template = config.get("chat_template")
     if isinstance(template, list):
-        named = {entry["name"]: entry["template"] for entry in template}
-        return named.get("default")
+        named = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
+        template = named[0].get("template") if named else None
+    if template is not None and not isinstance(template, str):
+        found = type(template).__name__
+        raise CheckpointError(f"{directory / 'tokenizer_config.json'}: chat_template should be a text, not {found}")
     return template
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """A JSON object, or an empty one where there is no file. Raises CheckpointError for a broken file."""
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds {type(value).__name__}, expected a JSON object")
-    return value

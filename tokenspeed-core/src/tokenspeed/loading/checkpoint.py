@@ -7,7 +7,6 @@ Pickled checkpoints are refused, and code in a checkpoint is never run.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from tokenspeed.errors import CheckpointError
+from tokenspeed.loading.json_file import read_json, read_json_if_any
 from tokenspeed.models.base import CausalLM
 
 Progress = Callable[[int, int], None]
@@ -90,7 +90,7 @@ class Checkpoint:
 
     def __init__(self, folder: Path, config: dict[str, Any] | None = None) -> None:
         self.folder = folder
-        self.config: dict[str, Any] = _read_json(folder / "config.json") if config is None else config
+        self.config: dict[str, Any] = read_json(folder / "config.json") if config is None else config
 
     @property
     def architecture(self) -> str:
@@ -112,8 +112,7 @@ class Checkpoint:
     @cached_property
     def generation_config(self) -> dict[str, Any]:
         """`generation_config.json`, or nothing when there is none."""
-        path = self.folder / "generation_config.json"
-        return _read_json(path) if path.exists() else {}
+        return read_json_if_any(self.folder / "generation_config.json")
 
     @cached_property
     def eos_token_ids(self) -> frozenset[int]:
@@ -212,7 +211,7 @@ class Checkpoint:
         index = self.folder / "model.safetensors.index.json"
         single = self.folder / "model.safetensors"
         if index.exists():
-            weight_map = _read_json(index).get("weight_map")
+            weight_map = read_json(index).get("weight_map")
             if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
                 raise CheckpointError(f"{index}: weight_map should map each tensor to a file")
             files = [self.folder / name for name in sorted(set(weight_map.values()))]
@@ -235,18 +234,6 @@ def _open(path: Path) -> Any:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} is no readable safetensors file (truncated or corrupt?): {error}") from error
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} should hold a JSON object, not {type(value).__name__}")
-    return value
 
 
 def listed(what: str, names: list[str]) -> list[str]:

@@ -5,11 +5,13 @@ Imports no torch. `do_sample` and `max_new_tokens` are not read; a request that 
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from tokenspeed.errors import CheckpointError
+from tokenspeed.engine.request import SamplingParams
+from tokenspeed.engine.validation import Limits, validate_params
+from tokenspeed.errors import CheckpointError, RequestError
+from tokenspeed.loading.json_file import read_json
 
 FILE = "generation_config.json"
 
@@ -37,16 +39,18 @@ def sampling_defaults(folder: Path, generation_config: str) -> SamplingDefaults:
     path = folder / FILE
     if generation_config == "none" or not path.is_file():
         return OPENAI_DEFAULTS
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{path}: not JSON: {error}") from error
+    found = read_json(path)
     values: dict[str, float | int] = {}
     for field in fields(SamplingDefaults):
-        value = found.get(field.name) if isinstance(found, dict) else None
+        value = found.get(field.name)
         if value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, int if field.name == "top_k" else int | float):
             raise CheckpointError(f"{path}: {field.name} is {value!r}; --generation-config none leaves the file alone")
         values[field.name] = max(value, 0) if field.name == "top_k" else float(value)
-    return SamplingDefaults(**values)  # type: ignore[arg-type]
+    defaults = SamplingDefaults(**values)  # type: ignore[arg-type]
+    try:
+        validate_params(SamplingParams(**asdict(defaults)), Limits(vocab_size=1, max_model_len=1))
+    except RequestError as error:
+        raise CheckpointError(f"{path}: {error}; --generation-config none leaves the file alone") from None
+    return defaults

@@ -22,10 +22,14 @@ def locate_model(name: str, embedded: Mapping[str, str], revision: str = "main")
 
     Raises CheckpointError, with everywhere that was looked, when there is none.
     """
-    path = Path(name).expanduser()
-    if path.is_dir():
+    try:
+        path = Path(name).expanduser()
+        is_folder, is_file = path.is_dir(), path.exists()
+    except (OSError, RuntimeError) as error:  # a folder that may not be entered, a name too long, an unknown ~user
+        raise CheckpointError(f"no model at {name[:200]}: {getattr(error, 'strerror', None) or error}") from error
+    if is_folder:
         return path
-    if path.exists():
+    if is_file:
         raise CheckpointError(
             f"{name} is a file; give the directory that holds config.json, the tokenizer and *.safetensors"
         )

@@ -61,6 +61,12 @@ class WeightStaging:
         Of a `config.json` beside them only the architecture is looked at: the configuration stays that of the start.
         Raises CheckpointError, with every tensor that is wrong.
         """
+        try:
+            return self._from_folder(folder)
+        except OSError as error:  # a name that is too long, a folder that may not be entered
+            raise CheckpointError(f"{folder} cannot be read: {error.strerror}") from error
+
+    def _from_folder(self, folder: Path) -> StagedWeights:
         if not folder.is_dir():
             raise CheckpointError(f"{folder} is no folder on the machine of the engine")
         if (folder / "config.json").exists():
