@@ -25,6 +25,7 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("presence_penalty", {"presence_penalty": 2.5}),
     ("frequency_penalty", {"frequency_penalty": -2.5}),
     ("repetition_penalty", {"repetition_penalty": 0.0}),
+    ("repetition_penalty", {"repetition_penalty": 1e-40}),
     ("seed", {"seed": 2**63}),
     ("max_tokens", {"max_tokens": -1}),
     ("min_tokens", {"min_tokens": 9, "max_tokens": 8}),

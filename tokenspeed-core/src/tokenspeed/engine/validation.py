@@ -67,7 +67,8 @@ def validate_params(params: SamplingParams, limits: Limits) -> None:
     _check_float("min_p", params.min_p, 0.0, 1.0)
     _check_float("presence_penalty", params.presence_penalty, -2.0, 2.0)
     _check_float("frequency_penalty", params.frequency_penalty, -2.0, 2.0)
-    _check_float("repetition_penalty", params.repetition_penalty, 0.0, 1e4, open_low=True)
+    # Symmetric, and far from where a logit divided by it would be infinite in fp32.
+    _check_float("repetition_penalty", params.repetition_penalty, 1e-4, 1e4)
     if params.seed is not None:
         _check_int("seed", params.seed, -(2**63), 2**63 - 1)
     if params.max_tokens is not None:
