@@ -186,3 +186,11 @@ def test_too_large_groups_are_refused() -> None:
     call = make_call([5], [1], heads=(65, 1, 16))
     with pytest.raises(ValueError, match="65 query heads on 1 kv heads"):
         attention.paged(*call.arguments())
+
+
+def test_other_dtypes_and_head_sizes_are_refused() -> None:
+    call = make_call([5], [1])
+    with pytest.raises(TypeError, match="expected one of float32, bfloat16, float16 for all of them"):
+        attention.paged(*dataclasses.replace(call, q=call.q.double()).arguments())
+    with pytest.raises(ValueError, match="does not fit caches"):
+        attention.paged(*dataclasses.replace(call, q=call.q[..., :8]).arguments())

@@ -46,6 +46,20 @@ def test_linear_takes_strided_rows_and_no_rows() -> None:
     assert gemm.linear(x[:0, :64], weight).shape == (0, 40)
 
 
+def test_operands_that_do_not_fit_are_refused_before_anything_is_compiled() -> None:
+    x, weight = random(3, 64), random(5, 64)
+    for wide in (random(3, 65), random(3, 63)):
+        with pytest.raises(ValueError, match=r"does not fit weight \[5, 64\]"):
+            gemm.linear(wide, weight)
+    with pytest.raises(ValueError, match=r"and bias \[4\]"):
+        gemm.linear(x, weight, random(4))
+    with pytest.raises(ValueError, match=r"does not fit weight \[2, 5, 64\]"):
+        gemm.batched(random(3, 3, 64), random(2, 5, 64))
+    for other in (x.double(), x.bfloat16()):
+        with pytest.raises(TypeError, match="expected one of float32, bfloat16, float16 for all of them"):
+            gemm.linear(other, weight.double())
+
+
 def test_prepared_weights_are_kept_where_their_rows_are_aligned() -> None:
     aligned, odd = random(5, 64, dtype=torch.bfloat16), random(5, 67, dtype=torch.bfloat16)
     assert gemm.prepare_linear(aligned).data_ptr() == aligned.data_ptr()

@@ -68,6 +68,15 @@ def test_norm_rows_do_not_depend_on_the_batch_or_on_strides() -> None:
     assert same_bits(norm.rms(wide[:, 3:99], weight, EPS), norm.rms(rows, weight, EPS))
 
 
+def test_norms_of_another_width_are_refused() -> None:
+    x, weight = random(5, 96), random(95)
+    for call in (lambda: norm.rms(x, weight, EPS), lambda: norm.add_rms(x, x, weight, EPS)):
+        with pytest.raises(ValueError, match=r"weight is \[95\], x is \[5, 96\]"):
+            call()
+    with pytest.raises(ValueError, match=r"residual is \[5, 97\], x is \[5, 96\]"):
+        norm.add_rms(x, random(5, 97), random(96), EPS)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("rotary_dim", [32, 12])

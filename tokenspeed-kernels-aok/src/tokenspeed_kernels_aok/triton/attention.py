@@ -38,6 +38,7 @@ from tokenspeed_kernels_aok.triton.launch import (
     TRITON_DTYPES,
     Form,
     arch_of,
+    check_dtypes,
     multiprocessors,
 )
 from tokenspeed_kernels_aok.triton.tiles import AttentionTile, attention_tile
@@ -263,9 +264,12 @@ def paged(
 ) -> torch.Tensor:
     """Causal attention of the ragged queries q [T,Hq,D] over their sequences' pages: [T,Hq,D], contiguous.
 
-    Rows that belong to no sequence (past query_starts[-1]) are zero. Raises ValueError when more query heads share a kv
-    head than a tile has rows.
+    Rows that belong to no sequence (past query_starts[-1]) are zero. Raises TypeError for dtypes that differ or are not
+    declared, ValueError for caches of another head size and for more query heads on a kv head than a tile has rows.
     """
+    check_dtypes(q=q, k_cache=k_cache, v_cache=v_cache)
+    if not q.shape[-1] == k_cache.shape[-1] == v_cache.shape[-1]:
+        raise ValueError(f"q {list(q.shape)} does not fit caches {list(k_cache.shape)} and {list(v_cache.shape)}")
     tokens, q_heads, head_dim = q.shape
     kv_heads = k_cache.shape[2]
     tile = attention_tile(arch_of(q.device), head_dim, k_cache.element_size())

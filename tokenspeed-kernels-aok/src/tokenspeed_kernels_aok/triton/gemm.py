@@ -16,7 +16,15 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tokenspeed_kernels_aok.triton.arith import dot, narrow
-from tokenspeed_kernels_aok.triton.launch import INTERPRETED, OPTIONS, TRITON_DTYPES, Form, arch_of, multiprocessors
+from tokenspeed_kernels_aok.triton.launch import (
+    INTERPRETED,
+    OPTIONS,
+    TRITON_DTYPES,
+    Form,
+    arch_of,
+    check_dtypes,
+    multiprocessors,
+)
 from tokenspeed_kernels_aok.triton.tiles import GEMM, GEMM_FLOAT32, GemmTable, GemmTile
 
 # Tiles that share columns run side by side, this many rows of tiles at a time, so that weights are read from L2.
@@ -112,7 +120,10 @@ def prepare_linear(weight: torch.Tensor) -> torch.Tensor:
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x [T,K] times the transpose of weight [N,K] (from `prepare_linear`), plus bias [N]: [T,N] in x's dtype."""
+    """x [T,K] times the transpose of weight [N,K] (from `prepare_linear`), plus bias [N]: [T,N] in x's dtype.
+
+    Raises TypeError for dtypes that differ or are not declared, ValueError for shapes that do not fit.
+    """
     table = table_for(arch_of(x.device), x.dtype)
     return linear_by(table, table.choose(len(x), len(weight), multiprocessors(x.device)), x, weight, bias)
 
@@ -121,6 +132,10 @@ def linear_by(
     table: GemmTable, tile: GemmTile, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """`linear` with one tile of `table`: the same bits whichever tile of the table it is."""
+    check_dtypes(x=x, weight=weight)
+    if x.shape[1] != weight.shape[1] or (bias is not None and bias.shape != weight.shape[:1]):
+        given = f" and bias {list(bias.shape)}" if bias is not None else ""
+        raise ValueError(f"x {list(x.shape)} does not fit weight {list(weight.shape)}{given}")
     out = x.new_empty(len(x), len(weight))
     if out.numel():
         weight = _rows_aligned(weight)
@@ -130,7 +145,10 @@ def linear_by(
 
 
 def batched(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """For each group g: x[:, g] times the transpose of weight[g]; x [T,G,K], weight [G,N,K]: [T,G,N], contiguous."""
+    """For each group g: x[:, g] times the transpose of weight[g]; x [T,G,K], weight [G,N,K]: [T,G,N], contiguous.
+
+    Raises TypeError for dtypes that differ or are not declared, ValueError for shapes that do not fit.
+    """
     table = table_for(arch_of(x.device), x.dtype)
     groups, columns, _ = weight.shape
     return batched_by(table, table.choose(len(x), groups * columns, multiprocessors(x.device)), x, weight)
@@ -138,6 +156,9 @@ def batched(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 def batched_by(table: GemmTable, tile: GemmTile, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """`batched` with one tile of `table`: the same bits whichever tile of the table it is."""
+    check_dtypes(x=x, weight=weight)
+    if x.shape[1:] != weight.shape[::2]:
+        raise ValueError(f"x {list(x.shape)} does not fit weight {list(weight.shape)}")
     out = x.new_empty(len(x), *weight.shape[:2])
     if out.numel():
         _run(table, tile, x.transpose(0, 1), weight, None, out.transpose(0, 1), descriptors=False)

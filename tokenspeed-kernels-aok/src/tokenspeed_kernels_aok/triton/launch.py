@@ -62,3 +62,16 @@ def multiprocessors(device: torch.device) -> int:
 
 
 TRITON_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
+
+
+def check_dtypes(**operands: torch.Tensor) -> None:
+    """Raise TypeError unless the operands, by name, have one dtype of `TRITON_DTYPES`.
+
+    The matrix unit takes no other, and Triton would say so in an error of its compiler.
+    """
+    dtypes = {operand.dtype for operand in operands.values()}
+    if len(dtypes) > 1 or not dtypes <= _DTYPES:
+        found = ", ".join(f"{name} {operand.dtype}" for name, operand in operands.items())
+        raise TypeError(f"{found}; expected one of float32, bfloat16, float16 for all of them")

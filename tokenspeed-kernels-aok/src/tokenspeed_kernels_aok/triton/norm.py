@@ -58,7 +58,11 @@ def rms_kernel(
 
 
 def rms(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Root-mean-square norm of x ([T,H] or [T,heads,D]) over its last axis; contiguous, in x's dtype."""
+    """Root-mean-square norm of x ([T,H] or [T,heads,D]) over its last axis; contiguous, in x's dtype.
+
+    Raises ValueError when the weight has another width.
+    """
+    _check_weight(x, weight)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     inner, x_inner = (1, 0) if x.dim() == 2 else (x.shape[1], x.stride(1))
     if out.numel():
@@ -69,13 +73,24 @@ def rms(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def add_rms(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(norm of the unrounded sum of x and residual, the sum rounded once), both [T,H] and contiguous."""
+    """(norm of the unrounded sum of x and residual, the sum rounded once), both [T,H] and contiguous.
+
+    Raises ValueError for shapes that do not fit.
+    """
+    _check_weight(x, weight)
+    if residual.shape != x.shape:
+        raise ValueError(f"residual is {list(residual.shape)}, x is {list(x.shape)}")
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = torch.empty_like(out)
     if out.numel():
         strides = (x.stride(0), 0, residual.stride(0))
         _launch(x, residual, weight, out, total, 1, strides, eps, fused=True)
     return out, total
+
+
+def _check_weight(x: torch.Tensor, weight: torch.Tensor) -> None:
+    if weight.shape != x.shape[-1:]:
+        raise ValueError(f"weight is {list(weight.shape)}, x is {list(x.shape)}")
 
 
 def _launch(
