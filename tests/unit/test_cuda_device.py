@@ -5,7 +5,10 @@ This shows that the code runs and waits where it must. It says nothing about a G
 
 from __future__ import annotations
 
+import gc
+import itertools
 import os
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -65,7 +68,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Log:
     def unpinned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         return lambda *args, pin_memory=False, **more: make(*args, **more)  # noqa: ARG005
 
-    current = Stream()
+    current, pools = Stream(), itertools.count(1)
     for name, value in {
         "Event": Event,
         "Stream": Stream,
@@ -73,7 +76,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Log:
         "current_stream": lambda: current,
         "stream": lambda _stream: entered("side stream"),
         "graph": lambda _graph, pool, **_: entered(f"capture into {pool}"),
-        "graph_pool_handle": lambda: "pool",
+        "graph_pool_handle": lambda: f"pool {next(pools)}",
         "synchronize": lambda: log.append("synchronize"),
         "current_device": lambda: 0,
         "mem_get_info": lambda: (1 << 30, 4 << 30),
@@ -109,17 +112,56 @@ def test_reading_starts_at_once_and_waits_when_asked(cuda: Log) -> None:
     assert cuda == ["record event", "wait for event"]
 
 
-def test_a_step_runs_before_it_is_recorded_and_all_recordings_share_a_pool(cuda: Log) -> None:
+def test_a_step_runs_before_it_is_recorded_and_living_recordings_share_a_pool(cuda: Log) -> None:
     device = CudaDevice()
-    for _ in range(2):
-        device.record(lambda: cuda.append("run"))
+    recordings = [device.record(lambda: cuda.append("run")) for _ in range(2)]
     once = ["wait for stream", "begin side stream", "run", "end side stream", "wait for stream", "synchronize"]
-    assert cuda == [*once, "begin capture into pool", "run", "end capture into pool"] * 2
+    assert cuda == [*once, "begin capture into pool 1", "run", "end capture into pool 1"] * 2
+    for replay in recordings:
+        replay()
+    assert cuda[-2:] == ["replay"] * 2
+
+
+def test_a_pool_whose_recordings_are_all_gone_is_not_used_again(cuda: Log) -> None:
+    """torch counts the graphs of a pool, and fails when one is recorded into a pool of none."""
+    device = CudaDevice()
+    recordings = [device.record(lambda: None) for _ in range(2)]
+    del recordings[0]
+    recordings.append(device.record(lambda: None))
+    assert cuda[-1] == "end capture into pool 1"
+    recordings.clear()
+    recordings.append(device.record(lambda: None))
+    assert cuda[-1] == "end capture into pool 2"
 
 
 def test_memory_that_is_given_back_is_told(cuda: Log) -> None:
     assert CudaDevice().reclaim() == "1.00 of 4.00 GiB are free on the GPU now"
     assert cuda == ["empty cache"]
+
+
+@pytest.mark.usefixtures("cuda")
+def test_an_engine_that_nobody_holds_gives_its_memory_back_at_once() -> None:
+    """Without waiting for Python to look for cycles: another engine may need the memory, or another process."""
+    options = EngineOptions(
+        max_num_seqs=2,
+        max_num_batched_tokens=8,
+        max_model_len=32,
+        num_pages=4,
+        decode_buckets=(Bucket(2, 2),),
+        ahead=True,
+    )
+    operators = SamplingOperators(sampling.sample, sampling.sample, sampling.logprobs)
+    engine = Engine(ContextModel(61), operators, None, options, device=open_device("cuda"))
+    list(engine.warm_up())
+    engine.add(Request(id="a", prompt=[1, 2, 3], params=SamplingParams(max_tokens=4, ignore_eos=True), seed=1))
+    engine.step()
+    held = [weakref.ref(tensor) for tensor in (*engine.cache_tensors(), engine.model)]
+    gc.disable()
+    try:
+        del engine
+        assert [each() for each in held] == [None] * len(held)
+    finally:
+        gc.enable()
 
 
 @pytest.mark.usefixtures("cuda")

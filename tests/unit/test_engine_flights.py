@@ -186,7 +186,7 @@ def test_buckets_cover_every_decode_step() -> None:
     assert {bucket.rows for bucket in buckets} == {1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 200}
     assert plan_buckets(1, 10) == (Bucket(1, 10),)
     assert plan_buckets(2000, 64)[0] == Bucket(512, 64)
-    graphs = DecodeGraphs(CpuDevice(), None, buckets, None)  # type: ignore[arg-type]
+    graphs = DecodeGraphs(CpuDevice(), None, buckets)  # type: ignore[arg-type]
     assert graphs.find(3, 64) == Bucket(4, 64)
     assert graphs.find(3, 65) == Bucket(4, 512)
     assert graphs.find(193, 2560) == Bucket(200, 2560)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -130,6 +131,7 @@ class CudaDevice:
     def __init__(self) -> None:
         self._device = torch.device("cuda", torch.cuda.current_device())
         self._pool: Any = None
+        self._graphs: WeakSet[Any] = WeakSet()
 
     def arena(self, size: int) -> Arena:
         """Pinned on the host, persistent on the device."""
@@ -158,12 +160,14 @@ class CudaDevice:
             run()
         torch.cuda.current_stream().wait_stream(side)
         torch.cuda.synchronize()
-        if self._pool is None:
+        if not self._graphs:
+            # A pool ends with its last graph, and torch takes no further one into it.
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         # What other threads of the process do on the GPU meanwhile is no part of the step.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             run()
+        self._graphs.add(graph)
         replay: Callable[[], None] = graph.replay
         return replay
 

@@ -48,7 +48,6 @@ class Executor:
             token_budget=options.max_num_batched_tokens,
             max_seats=options.max_num_seqs,
             buckets=options.decode_buckets,
-            decode=self._decode,
         )
         self._sampler = Sampler(
             operators, max_seats=options.max_num_seqs, vocab_size=model.vocab_size, device=options.device
@@ -81,7 +80,7 @@ class Executor:
             self._rehearse(self._runner.build_largest())
             yield rehearsals, total
         if graphs is not None:
-            yield from ((rehearsals + done, total) for done in graphs.record_all())
+            yield from ((rehearsals + done, total) for done in graphs.record_all(self._decode))
 
     def launch(self, schedule: Schedule) -> Flight:
         """Issue a step. What a device out of memory could not compute is in the flight's `shed`."""
@@ -125,7 +124,7 @@ class Executor:
     def _compute(self, schedule: Schedule, batch: ForwardBatch, rows: StepRows) -> Flight:
         flight = Flight(schedule, rows)
         if rows.bucket is not None:
-            logits, drawn = self._runner.replay(rows)
+            logits, drawn = self._runner.replay(rows, self._decode)
         else:
             hidden = self._runner.forward(batch)
             flight.poisoned = [span[0] for span in rows.prompt_spans if not self._read_prompt_span(hidden, *span)]

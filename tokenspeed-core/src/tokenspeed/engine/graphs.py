@@ -32,14 +32,16 @@ Decode = Callable[[StepInputs], tuple[torch.Tensor, torch.Tensor]]
 
 
 class DecodeGraphs:
-    """The recordings of one engine. `decode` computes a step; it is read again when a recording is made."""
+    """The recordings of one engine. Whoever asks for one gives the function that computes a step.
 
-    def __init__(self, device: Device, inputs: InputBuffers, buckets: tuple[Bucket, ...], decode: Decode) -> None:
+    It is not kept: an engine that refers to itself would hold a GPU's memory until Python looks for cycles.
+    """
+
+    def __init__(self, device: Device, inputs: InputBuffers, buckets: tuple[Bucket, ...]) -> None:
         self.buckets = tuple(sorted(buckets))
         self.replays = 0
         self._device = device
         self._inputs = inputs
-        self._decode = decode
         self._recorded: dict[Bucket, Callable[[], None]] = {}
         self._outputs: DecodeOutputs | None = None
 
@@ -51,43 +53,45 @@ class DecodeGraphs:
         """The arrays that a recording reads; fill and upload them, then `replay`."""
         return self._inputs.take(Shape(bucket.rows, bucket.rows, bucket.pages, bucket.rows))
 
-    def record_all(self) -> Iterator[int]:
+    def record_all(self, decode: Decode) -> Iterator[int]:
         """Record every bucket, the largest first, so that smaller ones find room in its memory; yields how many are."""
         for done, bucket in enumerate(reversed(self.buckets), 1):
             inputs = self.inputs(bucket)
             inputs.host.pad(0)
             inputs.upload()
-            self._recorded[bucket] = self._record(bucket, inputs)
+            self._recorded[bucket] = self._record(bucket, inputs, decode)
             yield done
 
     def forget(self) -> None:
         """The model is another object: recordings are made anew when they are needed."""
         self._recorded.clear()
 
-    def replay(self, bucket: Bucket, inputs: StepInputs, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def replay(
+        self, bucket: Bucket, inputs: StepInputs, rows: int, decode: Decode
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits and tokens of the first `rows` rows of uploaded `inputs`; valid until the next replay.
 
         A bucket that has no recording gets one: computing a step twice changes nothing that it wrote.
         """
         replay = self._recorded.get(bucket)
         if replay is None:
-            replay = self._recorded[bucket] = self._record(bucket, inputs)
+            replay = self._recorded[bucket] = self._record(bucket, inputs, decode)
         replay()
         self.replays += 1
         assert self._outputs is not None
         return self._outputs.logits[:rows], self._outputs.tokens[:rows]
 
     @torch.inference_mode()
-    def _record(self, bucket: Bucket, inputs: StepInputs) -> Callable[[], None]:
+    def _record(self, bucket: Bucket, inputs: StepInputs, decode: Decode) -> Callable[[], None]:
         if self._outputs is None:
             # The first run of all, outside of a recording, tells the shape and dtype of the logits.
-            logits, tokens = self._decode(inputs)
+            logits, tokens = decode(inputs)
             most = self.buckets[-1].rows
             self._outputs = DecodeOutputs(logits.new_zeros(most, logits.shape[1]), tokens.new_zeros(most))
         outputs = self._outputs
 
         def run() -> None:
-            logits, tokens = self._decode(inputs)
+            logits, tokens = decode(inputs)
             outputs.logits[: bucket.rows].copy_(logits)
             outputs.tokens[: bucket.rows].copy_(tokens)
 

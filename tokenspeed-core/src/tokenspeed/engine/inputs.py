@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from tokenspeed.engine.batch import ForwardBatch
-from tokenspeed.engine.device import Device
+from tokenspeed.engine.device import Arena, Device
 
 _ALIGNMENT = 64
 """Every array begins at a multiple, in bytes, so that kernels may load whole vectors whatever the shapes are."""
@@ -110,7 +110,9 @@ class StepInputs:
 
     __slots__ = ("_arena", "_size", "batch", "columns", "host", "shape")
 
-    def __init__(self, arena: InputBuffers, shape: Shape, host: np.ndarray) -> None:
+    def __init__(
+        self, arena: Arena, kv_caches: list[tuple[torch.Tensor, torch.Tensor]], shape: Shape, host: np.ndarray
+    ) -> None:
         places, self._size = _places(shape)
         arrays, tensors = {}, {}
         for name, (dtype, extents) in _arrays(shape).items():
@@ -121,7 +123,7 @@ class StepInputs:
         self._arena = arena
         self.shape = shape
         self.host = HostArrays(**arrays)
-        self.batch = ForwardBatch(**{name: tensors[name] for name in _BATCH}, kv_caches=arena.kv_caches)
+        self.batch = ForwardBatch(**{name: tensors[name] for name in _BATCH}, kv_caches=kv_caches)
         self.columns = SamplingColumns(*(tensors[name] for name in list(arrays)[len(_BATCH) :]))
 
     def upload(self) -> None:
@@ -135,12 +137,7 @@ class InputBuffers:
     def __init__(self, device: Device, largest: Shape, kv_caches: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         self._arena = device.arena(_places(largest)[1])
         self._views: dict[tuple[int, Shape], StepInputs] = {}
-        self.kv_caches = kv_caches
-
-    @property
-    def device(self) -> torch.Tensor:
-        """The device's bytes."""
-        return self._arena.device
+        self._kv_caches = kv_caches
 
     def take(self, shape: Shape) -> StepInputs:
         """Arrays of these shapes, with anything in them; on the device always at the same place for the same shape."""
@@ -149,9 +146,5 @@ class InputBuffers:
         if inputs is None:
             if len(self._views) >= _KEPT:
                 self._views.clear()
-            inputs = self._views[side, shape] = StepInputs(self, shape, host)
+            inputs = self._views[side, shape] = StepInputs(self._arena, self._kv_caches, shape, host)
         return inputs
-
-    def upload(self, size: int) -> None:
-        """Let the device have the first `size` bytes."""
-        self._arena.upload(size)

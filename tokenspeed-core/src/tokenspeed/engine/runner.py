@@ -86,7 +86,7 @@ class Observer(Protocol):
 class Runner:
     """Owns the input buffers: `token_budget` bounds T, `max_seats` bounds B.
 
-    With `buckets`, decode steps that fit one are computed by `decode`, recorded once (`graphs`).
+    With `buckets`, decode steps that fit one run as recorded ones (`graphs`).
     """
 
     def __init__(
@@ -98,7 +98,6 @@ class Runner:
         token_budget: int,
         max_seats: int,
         buckets: tuple[Bucket, ...] = (),
-        decode: Decode | None = None,
     ) -> None:
         self.observer: Observer | None = None
         self._model = model
@@ -106,7 +105,7 @@ class Runner:
         self._largest = Shape(token_budget, max_seats, cache.page_tables.shape[1], max_seats)
         self._inputs = InputBuffers(device, self._largest, cache.tensors)
         self._count_up = np.arange(token_budget + 1, dtype=np.int64)
-        self.graphs = DecodeGraphs(device, self._inputs, buckets, decode) if buckets and decode is not None else None
+        self.graphs = DecodeGraphs(device, self._inputs, buckets) if buckets else None
 
     def build(self, schedule: Schedule) -> tuple[ForwardBatch, StepRows]:
         """Write the batch: decode rows first, then the prefill chunks. Tensors are views until the next `build`.
@@ -175,13 +174,16 @@ class Runner:
             self.observer.logits(rows)
         return self._model.compute_logits(hidden[rows])
 
-    def replay(self, rows: StepRows) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits [R, V] and tokens int64[R] of a step that was built for a bucket; valid until the next replay."""
+    def replay(self, rows: StepRows, decode: Decode) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits [R, V] and tokens int64[R] of a step that was built for a bucket; valid until the next replay.
+
+        `decode` computes it where the bucket has no recording yet.
+        """
         assert self.graphs is not None
         assert rows.bucket is not None
         if self.observer is not None:
             self.observer.logits(rows.inputs.batch.logits_rows[: len(rows.sampled)])
-        return self.graphs.replay(rows.bucket, rows.inputs, len(rows.sampled))
+        return self.graphs.replay(rows.bucket, rows.inputs, len(rows.sampled), decode)
 
     def _take(self, schedule: Schedule, rows: StepRows, ends: list[int]) -> HostArrays:
         """Arrays for the step, in a bucket where it fits one, with all that does not depend on tokens written.
