@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -9,10 +10,11 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from tokenspeed import startup
+from tokenspeed import LLM, startup
 from tokenspeed.cli.main import cli
 from tokenspeed.config_sources import load_config
 from tokenspeed.engine.buckets import Bucket, plan_recording
+from tokenspeed.engine.device import CpuDevice
 from tokenspeed.errors import CheckpointError, ConfigError, StartRefused
 from tokenspeed.kernels.spec import CUDA_GRAPH, KernelSpec, Need
 from tokenspeed.machine import Machine, choose_device, named_machine, read_machine
@@ -175,3 +177,28 @@ def test_no_memory_for_new_weights_keeps_the_old_ones(monkeypatch: pytest.Monkey
     with pytest.raises(CheckpointError, match="no memory for new weights beside the old ones: CUDA out of memory"):
         engine.stage_weights("somewhere")
     assert not engine.has_work
+
+
+def test_what_torch_keeps_and_nothing_holds_counts_as_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the second engine of a process would find a GPU that is full of the first one's cache."""
+    for name, value in {
+        "is_available": True,
+        "get_device_capability": (9, 0),
+        "get_device_name": "H200",
+        "mem_get_info": (10 * GIB, 141 * GIB),
+        "memory_reserved": 120 * GIB,
+        "memory_allocated": 2 * GIB,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    machine = read_machine("cuda")
+    assert (machine.arch, machine.gpu_memory_bytes, machine.gpu_free_bytes) == ("sm90", 141 * GIB, 128 * GIB)
+
+
+def test_closing_gives_the_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone: list[bool] = []
+    llm = LLM("tiny", max_num_seqs=2)
+    cache = weakref.ref(llm.engine.cache_tensors()[0])
+    monkeypatch.setattr(CpuDevice, "reclaim", lambda _: gone.append(cache() is None))
+    llm.close()
+    llm.close()
+    assert gone == [True]

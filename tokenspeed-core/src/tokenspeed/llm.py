@@ -212,7 +212,11 @@ class LLM:
 
     def close(self) -> None:
         """Give the model and its cache back; the object is of no further use. Safe to call twice."""
-        self._engine = None
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            device = engine.device
+            del engine
+            device.reclaim()
 
     def __enter__(self) -> Self:
         return self

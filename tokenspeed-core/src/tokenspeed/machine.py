@@ -35,7 +35,8 @@ class Machine:
 
     `device` is `cpu` or `cuda`; `arch` is `x86_64`, `aarch64` or `sm80`, `sm90`, …; `isa` the CPU instruction sets;
     `cores` the CPUs that this process may use; `memory_bytes` the host's memory; `libraries` maps module to version.
-    `gpu_memory_bytes` is the whole memory of the GPU and `gpu_free_bytes` what of it was free; 0 without one.
+    `gpu_memory_bytes` is the whole memory of the GPU and `gpu_free_bytes` what of it this process could have; 0
+    without one.
     """
 
     device: str = "cpu"
@@ -95,6 +96,8 @@ def read_machine(device: str = "cpu") -> Machine:
             raise ConfigError(f"--device cuda: {_why_no_gpu(torch)}; use --device cpu")
         major, minor = torch.cuda.get_device_capability()
         free, total = torch.cuda.mem_get_info()
+        # What torch keeps for this process and no tensor holds, as after another engine, is free to the next one.
+        free += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         return Machine(
             device="cuda",
             arch=f"sm{major}{minor}",

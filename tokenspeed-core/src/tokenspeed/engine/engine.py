@@ -120,6 +120,11 @@ class Engine:
         return bool(self._scheduler.waiting or self._scheduler.running)
 
     @property
+    def device(self) -> Device:
+        """Where steps run."""
+        return self._device
+
+    @property
     def fingerprint(self) -> str:
         """What determines the bits, in short; empty for an engine without a certificate."""
         return "" if self.certificate is None else self.certificate.fingerprint
