@@ -80,6 +80,16 @@ def test_the_http_process_never_imports_torch(server: Any) -> None:
     assert server.engine_pid() != server.process.pid
 
 
+def test_an_idle_connection_outlives_the_pools_of_clients(server: Any) -> None:
+    """httpx keeps a connection for 5 s and aiohttp for 15; a server that closes it then loses the next request."""
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=5.5) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+        with pytest.raises(TimeoutError):
+            connection.recv(1)
+
+
 def test_the_start_says_what_it_does_and_where_it_listens(server: Any) -> None:
     output = server.output()
     stages = [
@@ -140,19 +150,23 @@ def _check_engine_death(server: Any) -> None:
         os.kill(server.engine_pid(), signal.SIGKILL)
         whole, streamed = (future.result(10) for future in waiting)
         assert time.monotonic() - killed_at < 5
-        assert whole[0] == 500
+        assert whole[0] == 503
         assert "killed by SIGKILL" in whole[1]
         assert streamed[0] == 200
         assert '"error"' in streamed[1]
         assert streamed[1].endswith("data: [DONE]\n\n")
         for path in ("/health", "/ping", "/liveness", "/health_generate"):
             assert http.get(path).status_code == 503
-        refused = http.post("/v1/completions", json=LONG, headers=key)
-        assert refused.status_code == 503
-        assert refused.json()["error"]["reason"] == "engine_dead"
+        control = {"authorization": "Bearer ctl"}
+        refused = [http.post("/v1/completions", json=LONG, headers=key)]
+        refused += [http.post(path, headers=control) for path in ("/pause", "/resume", "/flush_cache")]
+        refused.append(http.post("/update_weights", json={"weight_dir": "/absent"}, headers=control))
+        for reply in refused:
+            assert reply.status_code == 503
+            assert reply.json()["error"]["reason"] == "engine_dead"
         assert http.get("/metrics").status_code == 200
     assert server.stop() == 1
-    assert "EngineDead" in server.output()
+    assert server.output().count("EngineDead") == 1
 
 
 @pytest.mark.parametrize("signals", [1, 2])

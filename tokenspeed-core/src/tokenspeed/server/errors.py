@@ -75,7 +75,7 @@ def as_api_error(error: Exception) -> ApiError:
         case RequestError():
             return ApiError(400, str(error), param=error.param, reason=error.code)
         case EngineDead():
-            return ApiError(500, f"EngineDead: {error}", reason="engine_dead")
+            return ApiError(503, f"EngineDead: {error}", reason="engine_dead")
         case HTTPException():
             return ApiError(error.status_code, str(error.detail), headers=error.headers)
         case _:

@@ -31,6 +31,10 @@ from tokenspeed.server.text import TextService
 from tokenspeed.tokenizer import Tokenizer
 
 _log = logging.getLogger("tokenspeed.server")
+_KEEP_ALIVE_SECONDS = 75
+"""How long an idle connection stays open: longer than pools of clients keep theirs (httpx 5 s, aiohttp 15 s, proxies
+60 s), so that it is not closed at the moment when a client sends its next request on it."""
+
 _LAST_WORDS_SECONDS = 5
 """How long replies that have been ended may take to reach their clients."""
 
@@ -116,6 +120,7 @@ class Server(uvicorn.Server):
                 lifespan="on",
                 ws="none",
                 server_header=False,
+                timeout_keep_alive=_KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=_LAST_WORDS_SECONDS,
             )
         )

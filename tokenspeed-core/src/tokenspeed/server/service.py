@@ -12,7 +12,6 @@ from typing import Any
 import msgspec
 
 from tokenspeed.engine.wire import EngineInfo
-from tokenspeed.errors import EngineDead
 from tokenspeed.server.client import EngineClient
 from tokenspeed.server.errors import ApiError
 from tokenspeed.server.generation import Generation
@@ -153,8 +152,6 @@ class Service:
         """A no-op through the engine's loop. Raises EngineDead, or ApiError 503 when the loop does not answer."""
         try:
             await self.client.call("ping", timeout_seconds)
-        except EngineDead as error:
-            raise ApiError(503, f"EngineDead: {error}", reason="engine_dead") from None
         except TimeoutError:
             raise ApiError(
                 503, f"the engine did not answer within {timeout_seconds:g} s", reason="engine_stuck"

@@ -12,6 +12,7 @@ import msgspec
 from fastapi import Request, Response
 from starlette.types import Message, Receive, Scope, Send
 
+from tokenspeed.errors import EngineDead
 from tokenspeed.server.errors import as_api_error, error_body, error_response
 
 T = TypeVar("T")
@@ -105,6 +106,6 @@ async def _send(send: Send, data: bytes) -> None:
 
 
 def _note(error: Exception) -> None:
-    """Log what is nobody's fault but ours."""
-    if as_api_error(error).status_code >= 500:
+    """Log what is nobody's fault but ours. The end of the engine is logged once, not for each of its streams."""
+    if as_api_error(error).status_code >= 500 and not isinstance(error, EngineDead):
         _log.error("a stream failed: %s", error, exc_info=error)
