@@ -110,7 +110,7 @@ def is_close_call(reference: Any, arguments: Mapping[str, Any], row: int, chosen
         return False
     # What top-k keeps is exact, ties included.
     z = logits[0] / one["temperature"][0]
-    better = (z > z[chosen]) | ((z == z[chosen]) & (torch.arange(len(z)) < chosen))
+    better = (z > z[chosen]) | ((z == z[chosen]) & (torch.arange(len(z), device=z.device) < chosen))
     if 0 < int(one["top_k"][0]) <= int(better.sum()):
         return False
     logits[0, chosen] += _CLOSE_CALL * max(1.0, float(logits.abs().amax()))
