@@ -18,6 +18,9 @@ import httpx
 import openai
 import pytest
 
+from tokenspeed.errors import ConfigError
+from tokenspeed.server.run import Listener
+
 LONG = {"prompt": [5, 90, 17], "max_tokens": 400, "ignore_eos": True}
 CLIENTS = 64
 
@@ -221,6 +224,15 @@ def test_a_taken_port_is_known_before_anything_is_loaded(model_dir: Path) -> Non
         assert "--port" in done.stderr
         assert "engine process" not in done.stdout
         assert time.monotonic() - started < 20
+
+
+def test_of_two_starts_on_one_port_the_later_says_so() -> None:
+    with Listener.bind("127.0.0.1", 0).sock as first:
+        later = Listener.bind("127.0.0.1", first.getsockname()[1])
+        with later.sock:
+            first.listen()
+            with pytest.raises(ConfigError, match=rf"--port {first.getsockname()[1]}: Address already in use"):
+                later.listen()
 
 
 def test_other_machines_cannot_control_without_a_key_and_no_engine_is_orphaned(start_server: Any) -> None:

@@ -55,6 +55,7 @@ def serve(config: EngineConfig) -> None:
             info = process.wait_ready(progress)
             progress("loading tokenizer", 0, 0)
             service = make_service(config, process, info, is_loopback=listener.is_loopback)
+            listener.listen()
         except BaseException:
             process.stop(timeout_seconds=0)
             raise

@@ -35,6 +35,9 @@ _KEEP_ALIVE_SECONDS = 75
 """How long an idle connection stays open: longer than pools of clients keep theirs (httpx 5 s, aiohttp 15 s, proxies
 60 s), so that it is not closed at the moment when a client sends its next request on it."""
 
+_BACKLOG = 2048
+"""Connections that may wait to be accepted."""
+
 _LAST_WORDS_SECONDS = 5
 """How long replies that have been ended may take to reach their clients."""
 
@@ -59,6 +62,17 @@ class Listener:
             raise ConfigError(f"--host {host} --port {port}: {error.strerror or error}; choose another port") from None
         sock.setblocking(False)
         return cls(sock)
+
+    def listen(self) -> None:
+        """Queue connections from now on. Raises ConfigError when another process came first.
+
+        Two sockets may be bound to one address while neither listens, so two starts at once get this far.
+        """
+        host, port = self.sock.getsockname()[:2]
+        try:
+            self.sock.listen(_BACKLOG)
+        except OSError as error:
+            raise ConfigError(f"--host {host} --port {port}: {error.strerror}; choose another port") from None
 
     @property
     def is_loopback(self) -> bool:
@@ -120,6 +134,7 @@ class Server(uvicorn.Server):
                 lifespan="on",
                 ws="none",
                 server_header=False,
+                backlog=_BACKLOG,
                 timeout_keep_alive=_KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=_LAST_WORDS_SECONDS,
             )
