@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -53,7 +54,8 @@ def test_engine_rates_become_a_ratio_and_a_share(tmp_path: Path, monkeypatch: py
         speed = 400 if "auto" in command else 150 if "--no-decode-graphs" in command else 300
         rates = ((1, 100), (64, speed))
         decode = [{"batch": batch, "decode_tokens_per_second": rate} for batch, rate in rates]
-        return 0, json.dumps({"decode": decode})
+        # What the command writes to standard error stands behind the JSON, and perhaps something before it.
+        return 0, "reading {weights}\n" + json.dumps({"decode": decode}, indent=2) + "\nUserWarning: {slow}\n"
 
     monkeypatch.setattr(gpu_check, "run", answer)
     values = {row.name: row.value for row in gpu_check.engine(Clock(10), tmp_path, 1.0)}
@@ -64,11 +66,34 @@ def test_engine_rates_become_a_ratio_and_a_share(tmp_path: Path, monkeypatch: py
 
 
 def test_failed_and_skipped_tests_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_check, "run", lambda *_: (1, "2 failed, 70 passed, 1 skipped in 9.1s\n"))
-    passed, bad = gpu_check.conformance(Clock(10))
-    assert (passed.value, bad.value) == (70, 3)
-    monkeypatch.setattr(gpu_check, "run", lambda *_: (124, "took longer than 240 s"))
-    assert [row.value for row in gpu_check.conformance(Clock(10))] == [None, None]
+    answers = {
+        "bad": (1, "E assert 1 == 2\n2 failed, 70 passed, 1 skipped in 9.1s\n"),
+        "good": (0, "3 passed in 1s\n"),
+        "slow": (124, "took longer than 150 s"),
+    }
+    monkeypatch.setattr(gpu_check, "run", lambda command, _: answers[Path(command[-1]).stem])
+    rows = list(gpu_check.conformance(Clock(10), [Path(f"{name}.py") for name in answers]))
+    assert [row.value for row in rows] == [70, 3, 3, 0, None, None]
+    assert "assert 1 == 2" in rows[0].output
+    assert [gpu_check.all_held(rows[at : at + 2]) for at in (0, 2, 4)] == [False, True, False]
+
+
+def test_every_file_of_gpu_tests_is_run_but_that_of_the_kit() -> None:
+    names = {file.name for file in gpu_check.gpu_tests()}
+    assert gpu_check.KIT_TESTS not in names
+    assert names | {gpu_check.KIT_TESTS} == {file.name for file in gpu_check.TESTS.glob("test_*.py")}
+
+
+def test_a_part_that_breaks_off_takes_no_other_with_it() -> None:
+    def rows() -> Iterator[Row]:
+        yield Row("gemm", "first", 1.0)
+        raise RuntimeError("no memory\nfor the second")
+
+    first, last = gpu_check.guarded("gemm", rows())
+    assert first.value == 1
+    assert (last.name, last.value, last.note) == ("broke off", None, "for the second")
+    assert gpu_check.all_held([first])
+    assert not gpu_check.all_held([first, last])
 
 
 def test_the_kit_reports_each_kernel_and_one_that_did_not_end_is_blank(monkeypatch: pytest.MonkeyPatch) -> None:
