@@ -3,13 +3,13 @@
 
     python scripts/gpu_check.py [--json gpu_check.json] [--budget-seconds 460] [--model DIR]
 
-In order: the tests of `tests/gpu` (every Triton kernel, recorded steps = eager ones; a process for each file, since most
-of their time is compiling), the conformance kit on every Triton kernel, projections against cuBLAS, attention against
-torch's SDPA and, where it is installed, flashinfer, then the engine on a random model of Qwen3-0.6B's shape: tokens per
-second under auto and rl-bitwise, with recorded decode steps and without, the share of bandwidth at batch 1, and
-`numerics verify --quick`. Every part has a share of the time; a row that could not be measured stays blank and says why,
-and a target stands beside it without being claimed. The JSON is written after every row, so that a check which is cut
-short leaves what it had, and holds the end of what failed commands said.
+In order: the tests of `tests/gpu` (every Triton kernel, recorded steps = eager ones; a process for each file, since
+most of their time is compiling), the conformance kit on every Triton kernel, projections against cuBLAS, attention
+against torch's SDPA and, where it is installed, flashinfer, then the engine on a random model of Qwen3-0.6B's shape:
+tokens per second under auto and rl-bitwise, with recorded decode steps and without, the share of bandwidth at batch 1,
+and `numerics verify --quick`. Every part has a share of the time; a row that could not be measured stays blank and says
+why, and a target stands beside it without being claimed. The JSON is written after every row, so that a check which is
+cut short leaves what it had, and holds the end of what failed commands said.
 
 Exit status: 0 when all tests and the kit passed, 1 when some failed or a part did not end, 2 without a GPU. Targets are
 reported, not enforced.
