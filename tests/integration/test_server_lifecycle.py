@@ -216,6 +216,18 @@ def test_a_refused_start_exits_2_with_every_problem(model_dir: Path) -> None:
     assert "serving on" not in done.stdout
 
 
+def test_what_the_user_can_mend_comes_without_a_traceback(tiny_qwen3: Path) -> None:
+    """As from the commands whose engine runs in their own process, with the same exit status."""
+    for status, words, arguments in (
+        (2, "tokenspeed: --plugins: nope is not installed", ("tiny", "--plugins", "nope")),
+        (1, "has no tokenizer.json", (str(tiny_qwen3),)),
+    ):
+        done = _serve(*arguments, "--port", "0")
+        assert done.returncode == status
+        assert words in done.stderr
+        assert "Traceback" not in done.stderr
+
+
 def test_a_taken_port_is_known_before_anything_is_loaded(model_dir: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         started = time.monotonic()

@@ -108,7 +108,10 @@ class EngineProcess:
         return self._process.pid or 0
 
     def wait_ready(self, progress: ProgressCallback) -> wire.EngineInfo:
-        """Block until the engine runs, passing on its progress. Raises StartRefused or EngineDead."""
+        """Block until the engine runs, passing on its progress.
+
+        Raises StartRefused, ConfigError, PluginError or CheckpointError as the engine did, or EngineDead.
+        """
         pipe = wire.Pipe(self.sock)
         while True:
             try:
@@ -121,6 +124,8 @@ class EngineProcess:
                 return message.info
             elif isinstance(message, wire.Refused):
                 raise StartRefused(message.problems)
+            elif isinstance(message, wire.Misused):
+                raise wire.USERS_ERRORS[message.kind](message.message)
             elif isinstance(message, wire.Failed):
                 raise EngineDead(f"the engine failed while starting:\n{message.message}")
 
@@ -265,6 +270,8 @@ def _run(sock: socket.socket, config: Any, build: EngineBuilder) -> None:
         return
     except StartRefused as refusal:
         pipe.send(wire.Refused(list(refusal.problems)))
+    except tuple(wire.USERS_ERRORS.values()) as error:
+        pipe.send(wire.Misused(type(error).__name__, str(error)))
     except BaseException:
         with contextlib.suppress(wire.PipeClosedError):
             pipe.send(wire.Failed(traceback.format_exc()))

@@ -16,11 +16,16 @@ import msgspec
 
 from tokenspeed.engine.request import Request, SamplingParams, TokenUpdate
 from tokenspeed.engine.validation import Limits
-from tokenspeed.errors import Problem
+from tokenspeed.errors import CheckpointError, ConfigError, PluginError, Problem, TokenspeedError
 
 _LENGTH = struct.Struct(">I")
 LENGTH_BYTES = _LENGTH.size
 _READ_BYTES = 1 << 20
+
+USERS_ERRORS: dict[str, type[TokenspeedError]] = {
+    kind.__name__: kind for kind in (ConfigError, PluginError, CheckpointError)
+}
+"""Exceptions whose message is all that a user needs, by the name under which they cross the pipe."""
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,6 +109,13 @@ class Refused(msgspec.Struct, tag=True, frozen=True):
     problems: list[Problem]
 
 
+class Misused(msgspec.Struct, tag=True, frozen=True):
+    """The start ends for a reason that is the user's to mend: `kind` is a key of `USERS_ERRORS`."""
+
+    kind: str
+    message: str
+
+
 class Failed(msgspec.Struct, tag=True, frozen=True):
     """The engine met an error that it did not expect and is about to end."""
 
@@ -140,7 +152,7 @@ class Reply(msgspec.Struct, tag=True, frozen=True):
 
 
 ToEngine = Submit | Abort | Call | Shutdown
-FromEngine = Progress | Refused | Failed | Ready | Updates | Rejected | Reply
+FromEngine = Progress | Refused | Misused | Failed | Ready | Updates | Rejected | Reply
 
 _encoder = msgspec.msgpack.Encoder()
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode

@@ -7,6 +7,7 @@ ended with `finish_reason` abort. The second one ends them at once, the third do
 from __future__ import annotations
 
 import asyncio
+import errno
 import ipaddress
 import logging
 import socket
@@ -35,6 +36,8 @@ _KEEP_ALIVE_SECONDS = 75
 """How long an idle connection stays open: longer than pools of clients keep theirs (httpx 5 s, aiohttp 15 s, proxies
 60 s), so that it is not closed at the moment when a client sends its next request on it."""
 
+_PORT_ERRORS = (errno.EADDRINUSE, errno.EACCES)
+
 _BACKLOG = 2048
 """Connections that may wait to be accepted."""
 
@@ -59,7 +62,8 @@ class Listener:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             sock.bind(address)
         except OSError as error:
-            raise ConfigError(f"--host {host} --port {port}: {error.strerror or error}; choose another port") from None
+            way_out = "choose another port" if error.errno in _PORT_ERRORS else "give an address of this machine"
+            raise ConfigError(f"--host {host} --port {port}: {error.strerror or error}; {way_out}") from None
         sock.setblocking(False)
         return cls(sock)
 
