@@ -35,6 +35,18 @@ def test_forms_compile_within_their_limits(target: str, count: int) -> None:
     assert all(report.registers for report in reports)
 
 
+@pytest.mark.parametrize("target", ["sm80", "sm90"])
+def test_alignment_changes_no_matrix_instruction(target: str) -> None:
+    """Triton compiles a form of its own for operands at any address; its sums must be those of the aligned one."""
+    names = r"gemm\.bf16\.64x64\.pointers|attention\.paged\.bf16\.64$"
+    forms = list(triton_aot.all_forms([target], names))
+    assert len(forms) == 2
+    for form in forms:
+        aligned, unaligned = map(triton_aot.compile_form, (form, dataclasses.replace(form, aligned=())))
+        assert aligned.instructions
+        assert unaligned.instructions == aligned.instructions, form.name
+
+
 def test_every_form_of_every_target_is_listed_once() -> None:
     forms = list(triton_aot.all_forms(list(triton_aot.TARGETS), ""))
     assert len({(form.target, form.name) for form in forms}) == len(forms) > 300
