@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer as Backend
@@ -145,10 +147,36 @@ def test_text_grows_to_the_decoded_tokens_and_stops_inside_them(llm: LLM) -> Non
     assert whole.text == llm.tokenizer.decode(whole.token_ids)
     stop = whole.text[5:8]
     cut = llm.generate("some words", SamplingParams(seed=3, max_tokens=40, ignore_eos=True, stop=[stop]))[0].outputs[0]
+    single: Any = stop  # vLLM takes one string too
+    assert cut == llm.generate("some words", msgspec.structs.replace(params, stop=single))[0].outputs[0]
     assert cut.finish_reason == "stop"
     assert cut.stop_reason == stop
     assert cut.text == whole.text[: whole.text.index(stop)]
     assert cut.token_ids == whole.token_ids[: len(cut.token_ids)]
+
+
+BAD_TYPES: list[tuple[Any, str]] = [
+    ({"max_tokens": 3}, "expected SamplingParams, got dict"),
+    (SamplingParams(temperature="1"), r"Expected `float`, got `str` - at `\$\.temperature`"),
+    (SamplingParams(stop=[1]), r"at `\$\.stop\[0\]`"),
+    (SamplingParams(logit_bias=[1]), r"at `\$\.logit_bias`"),
+]
+
+
+@pytest.mark.parametrize(("params", "message"), BAD_TYPES)
+def test_parameters_of_a_wrong_type_are_refused_by_name(llm: LLM, params: Any, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        llm.generate([1, 2], params)
+
+
+def test_numbers_and_collections_may_be_of_like_types(llm: LLM) -> None:
+    plain = SamplingParams(max_tokens=9, seed=3, temperature=0.5, allowed_token_ids=[5, 9], stop_token_ids=[])
+    alike: Any = {"seed": np.int64(3), "temperature": np.float32(0.5), "allowed_token_ids": {5, 9}}
+    (expected,), (found,) = (
+        llm.generate([1, 2], params)[0].outputs
+        for params in (plain, SamplingParams(max_tokens=9, stop_token_ids=None, **alike))
+    )
+    assert found == expected
 
 
 def test_one_bad_prompt_refuses_the_call_and_leaves_nothing(llm: LLM) -> None:

@@ -81,7 +81,9 @@ def test_replies_are_those_of_an_engine_started_with_the_new_weights(
     assert llm.update_weights(load_file(folder / "model.safetensors").items()) != "one"
     assert reply(llm) == old
     assert llm.engine.fingerprint == old_print
-    assert llm.update_weights(iter(changed.items())) == llm.update_weights(changed_folder)
+    assert (
+        llm.update_weights(changed) == llm.update_weights(iter(changed.items())) == llm.update_weights(changed_folder)
+    )
     assert reply(llm) == expected
 
 

@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import msgspec
+import numpy as np
 import torch
 
 from tokenspeed import startup
@@ -199,15 +200,18 @@ class LLM:
         return self.engine.stats()
 
     def update_weights(
-        self, source: str | Path | Iterable[tuple[str, torch.Tensor]], weight_version: str | None = None
+        self,
+        source: str | Path | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
+        weight_version: str | None = None,
     ) -> str:
-        """Exchange the weights: for a folder's, or for (name, tensor) pairs such as `model.named_parameters()`.
+        """Exchange the weights: for a folder's, a `state_dict`, or (name, tensor) pairs (`model.named_parameters()`).
 
         All tensors of the model must come. Everything is checked before anything changes; CheckpointError names every
         tensor that is wrong, and the old weights stay. Cached prefixes are forgotten, and requests that are being
         stepped are recomputed. Returns the new version: `weight_version`, or one made of the weights' digest.
         """
-        self.engine.install_weights(self.engine.stage_weights(source), weight_version)
+        named = source.items() if isinstance(source, Mapping) else source
+        self.engine.install_weights(self.engine.stage_weights(named), weight_version)
         return self.engine.weight_version
 
     def close(self) -> None:
@@ -303,15 +307,31 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
 def _params_for(
     params: SamplingParams | Sequence[SamplingParams] | None, count: int, default: SamplingParams
 ) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or default] * count
+    if params is None or not isinstance(params, Sequence):
+        return [_typed(default if params is None else params)] * count
     if len(params) != count:
         raise RequestError(
             f"{len(params)} sampling_params were given for {count} prompts",
             param="sampling_params",
             code="invalid_value",
         )
-    return list(params)
+    return [_typed(each) for each in params]
+
+
+def _typed(params: SamplingParams) -> SamplingParams:
+    """`params` with the types that it declares, which its constructor does not check; NumPy's scalars are welcome.
+
+    Raises RequestError.
+    """
+    if not isinstance(params, SamplingParams):
+        message = f"sampling_params: expected SamplingParams, got {type(params).__name__}"
+        raise RequestError(message, param="sampling_params", code="invalid_value")
+    values = msgspec.structs.asdict(params).items()
+    plain = {name: value.item() if isinstance(value, np.generic) else value for name, value in values}
+    try:
+        return msgspec.convert(plain, SamplingParams)
+    except msgspec.ValidationError as error:
+        raise RequestError(f"sampling_params: {error}", param="sampling_params", code="invalid_value") from None
 
 
 def _is_conversation(messages: Messages | Sequence[Messages]) -> bool:

@@ -17,7 +17,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     `temperature` 0 is greedy. `top_k` 0 (or -1) keeps all. `seed` None draws a fresh random seed for every sample,
     which the reply reports. `logprobs` is how many alternatives to report beside the sampled token (0: the sampled
-    token only, None: nothing, -1: the whole vocabulary); `prompt_logprobs` likewise for the prompt.
+    token only, None: nothing, -1: the whole vocabulary); `prompt_logprobs` likewise for the prompt. As in vLLM, `stop`
+    may be given as one string, and both lists of stops as None; they are lists afterwards.
     """
 
     n: int = 1
@@ -42,6 +43,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     logprob_token_ids: list[int] | None = None
     skip_special_tokens: bool = True
     detokenize: bool = True
+
+    def __post_init__(self) -> None:
+        given: object = self.stop
+        if isinstance(given, str):  # also a sequence of strings: each of its characters would stop
+            msgspec.structs.force_setattr(self, "stop", [given])
+        for name in ("stop", "stop_token_ids"):
+            if getattr(self, name) is None:
+                msgspec.structs.force_setattr(self, name, [])
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
