@@ -174,7 +174,10 @@ def kernels_here() -> list[str]:
 
 
 def milliseconds(call: Callable[[], object], *, recorded: bool = True) -> float:
-    """Median time of `call` with a cold L2 cache; `recorded` in a CUDA graph, so that what the host does is no part."""
+    """Median time of `call` with a cold L2 cache; `recorded` in a CUDA graph, so that what the host does is no part.
+
+    Without it the host has the time that clearing the cache takes; enough for calls that launch a kernel or two.
+    """
     import torch
     import triton.testing
 
@@ -239,7 +242,7 @@ def attentions(clock: Clock) -> Iterator[Row]:
         lengths = torch.full((sequences,), keys, device="cuda", dtype=torch.int32)
         scale = size**-0.5
         ours = milliseconds(partial(attention.paged, q, k_cache, v_cache, starts, lengths, tables, scale))
-        sdpa = milliseconds(_sdpa_call(q.view(sequences, queries, heads, size), keys, kv_heads))
+        sdpa = milliseconds(_sdpa_call(q.view(sequences, queries, heads, size), keys, kv_heads), recorded=False)
         yield Row("attention", f"{name} / SDPA", sdpa / ours, "x", "", f"{ours * 1e3:.1f} us")
         try:
             call = _flashinfer_call(q, k_cache, v_cache, starts, tables, keys)
