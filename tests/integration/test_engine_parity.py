@@ -5,7 +5,9 @@ Each mechanism is proved to have happened by the engine's own counters.
 
 from __future__ import annotations
 
+import json
 import random
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,10 +16,13 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
 from tokenspeed import LLM, SamplingParams
+from tokenspeed.cli.main import cli
 from tokenspeed.errors import ConfigError, EngineDead, RequestError
 
 NEW_TOKENS = 24
@@ -208,12 +213,6 @@ def test_misspelt_options_and_closed_engines(checkpoint: Path) -> None:
 
 
 def test_jsonl_round_trip(checkpoint: Path, tmp_path: Path) -> None:
-    import json
-
-    from click.testing import CliRunner
-
-    from tokenspeed.cli.main import cli
-
     arguments = [str(checkpoint), "--max-model-len", "128", "--num-kv-pages", "64"]
     arguments += ["--plugins", "tokenspeed-reference,tokenspeed-models"]
     lines = [
@@ -236,19 +235,40 @@ def test_jsonl_round_trip(checkpoint: Path, tmp_path: Path) -> None:
     reported = [next(iter(position.values()))["logprob"] for position in sample["logprobs"]]
     assert values[0] is None
     assert values[2:] == pytest.approx(reported, rel=1e-4)
-    for bad, message in (({"prompt": "a", "max_tokenz": 1}, "max_tokenz"), ({"max_tokens": 1}, "line 1")):
-        refused = runner.invoke(cli, ["generate", *arguments], input=json.dumps(bad))
-        assert refused.exit_code == 1
+    for bad, message in (
+        ({"prompt": "a", "max_tokenz": 1}, "max_tokenz"),
+        ({"max_tokens": 1}, "line 2: give `prompt`"),
+        ({"prompt": 5}, "line 2: a prompt is a text or a list of token ids, not int"),
+        ({"prompt": [5] * 10_000}, "line 2: the prompt has 10000 tokens"),
+        ({"prompt": "a", "top_p": 7}, "line 2: top_p: 7.0 is out of range"),
+    ):
+        refused = runner.invoke(cli, ["generate", *arguments], input=f'{{"prompt": "a"}}\n{json.dumps(bad)}')
+        assert (refused.exit_code, refused.stdout) == (1, "")
         assert message in refused.output
+    refused = runner.invoke(cli, ["score", *arguments], input='{"text": "a"}\n{"text": ""}')
+    assert "line 2: the prompt has no tokens" in refused.output
+
+
+def test_bulk_output_that_cannot_be_written_is_refused_before_anything_is_computed(tmp_path: Path) -> None:
+    found = CliRunner().invoke(cli, ["generate", "nowhere", "-o", str(tmp_path / "absent" / "x")], input="")
+    assert found.exit_code == 2
+    assert "No such file or directory" in found.output
+
+
+def test_bulk_work_that_fails_is_no_success(checkpoint: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "nan"
+    shutil.copytree(checkpoint, folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"][0] = torch.nan
+    save_file(tensors, folder / "model.safetensors")
+    arguments = ["generate", str(folder), "--plugins", "tokenspeed-reference,tokenspeed-models"]
+    found = CliRunner().invoke(cli, arguments, input='{"prompt": "a"}\n{"prompt": "b", "n": 2}')
+    assert found.exit_code == 1
+    assert "3 of 3 samples failed" in found.output
+    assert [len(json.loads(line)["outputs"]) for line in found.stdout.splitlines()] == [1, 2]
 
 
 def test_bench_prints_its_split(checkpoint: Path) -> None:
-    import json
-
-    from click.testing import CliRunner
-
-    from tokenspeed.cli.main import cli
-
     arguments = [
         "bench",
         "throughput",

@@ -160,8 +160,17 @@ class LLM:
         return self.generate(prompts, sampling_params)
 
     def prompt_ids(self, prompt: Prompt) -> list[int]:
-        """Token ids of a text, with the special tokens that the tokenizer adds; ids are checked to be integers."""
-        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else [operator.index(token) for token in prompt]
+        """Token ids of a text, with the special tokens that the tokenizer adds; ids are checked to be integers.
+
+        Raises RequestError for anything else.
+        """
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        try:
+            return [operator.index(token) for token in prompt]
+        except TypeError as error:
+            message = f"a prompt is a text or a list of token ids, not {type(prompt).__name__}: {error}"
+            raise RequestError(message, param="prompt", code="invalid_value") from None
 
     def chat_ids(self, messages: Messages, **options: Any) -> list[int]:
         """Token ids of a conversation; `options` as in `ChatTemplate.render`."""

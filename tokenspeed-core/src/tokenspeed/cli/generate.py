@@ -6,7 +6,15 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import click
 
-from tokenspeed.cli.jsonl import OrderedLines, input_option, output_option, progress_option, read_lines
+from tokenspeed.cli.jsonl import (
+    OrderedLines,
+    at_line,
+    input_option,
+    output_option,
+    progress_option,
+    read_lines,
+    report_failures,
+)
 from tokenspeed.cli.options import EngineCommand, engine_options
 from tokenspeed.config import MACHINE, MODEL, NUMERICS, REPLIES, SCHEDULING, EngineConfig
 
@@ -33,6 +41,7 @@ def generate(config: EngineConfig, source: BinaryIO, out: BinaryIO, progress: bo
     needs.
     """
     from tokenspeed.engine.request import SamplingParams
+    from tokenspeed.engine.validation import validate_params, validate_prompt
     from tokenspeed.llm import LLM
 
     names = SamplingParams.__struct_fields__
@@ -44,12 +53,18 @@ def generate(config: EngineConfig, source: BinaryIO, out: BinaryIO, progress: bo
     with LLM.from_config(config, progress=progress) as llm:
         prompts = [_prompt(llm, row) for row in rows]
         params = [_params(row, names, {**llm.sampling_defaults.changed(), **given}) for row in rows]
+        for row, prompt, asked in zip(rows, prompts, params, strict=True):
+            with at_line(row):
+                validate_params(asked, llm.engine.limits)
+                validate_prompt(prompt, asked, llm.engine.limits)
         lines = OrderedLines(out)
-        llm.generate(
+        replies = llm.generate(
             prompts,
             params,
             on_output=lambda index, output: lines.write(index, _reply(llm, rows[index], params[index], output)),
         )
+    samples = [sample for reply in replies for sample in reply.outputs]
+    report_failures(sum(sample.error is not None for sample in samples), len(samples))
 
 
 def _params(row: dict[str, Any], names: tuple[str, ...], given: dict[str, Any]) -> SamplingParams:
@@ -73,12 +88,10 @@ def _prompt(llm: LLM, row: dict[str, Any]) -> list[int]:
 
     prompt: Any = row.get("prompt")
     messages: Any = row.get("messages")
-    if (prompt is None) == (messages is None):
-        raise RequestError(f"line {row['line']}: give `prompt` or `messages`, one of the two")
-    try:
+    with at_line(row):
+        if (prompt is None) == (messages is None):
+            raise RequestError("give `prompt` or `messages`, one of the two")
         return llm.prompt_ids(prompt) if messages is None else llm.chat_ids(messages)
-    except (RequestError, TypeError) as error:
-        raise RequestError(f"line {row['line']}: {error}") from error
 
 
 def _reply(llm: LLM, row: dict[str, Any], params: SamplingParams, output: RequestOutput) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, BinaryIO
 
 import click
@@ -35,6 +36,33 @@ def read_lines(source: BinaryIO, *, fields: Iterable[str]) -> list[dict[str, Any
     return rows
 
 
+@contextmanager
+def at_line(row: dict[str, Any]) -> Iterator[None]:
+    """Say in a RequestError which line it is about."""
+    try:
+        yield
+    except RequestError as error:
+        raise RequestError(f"line {row['line']}: {error}", param=error.param, code=error.code) from error
+
+
+def report_failures(failed: int, count: int) -> None:
+    """Raise RequestError when samples have failed, once all lines are written: the exit status must not hide it."""
+    if failed:
+        raise RequestError(f"{failed} of {count} samples failed; `error` in their lines says why")
+
+
+def _check_writable(_ctx: click.Context, _param: click.Parameter, value: Any) -> Any:
+    """An output file is opened at its first line, so as to lose nothing before; but find out now if that can be."""
+    name = getattr(value, "name", "-")
+    if isinstance(name, str) and name not in ("-", "<stdout>"):
+        try:
+            with open(name, "ab"):
+                pass
+        except OSError as error:
+            raise click.BadParameter(f"{name!r}: {error.strerror}") from None
+    return value
+
+
 class OrderedLines:
     """Writes row `index` as soon as all rows before it are written. Infinite numbers become null."""
 
@@ -56,7 +84,13 @@ input_option = click.option(
     "--input", "-i", "source", type=click.File("rb"), default="-", help="JSONL to read; standard input if not given."
 )
 output_option = click.option(
-    "--output", "-o", "out", type=click.File("wb"), default="-", help="JSONL to write; standard output if not given."
+    "--output",
+    "-o",
+    "out",
+    type=click.File("wb"),
+    default="-",
+    callback=_check_writable,
+    help="JSONL to write; standard output if not given.",
 )
 progress_option = click.option(
     "--progress/--no-progress", default=None, help="Show progress on standard error; on a terminal if not given."

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import click
 
-from tokenspeed.cli.jsonl import OrderedLines, input_option, output_option, progress_option, read_lines
+from tokenspeed.cli.jsonl import OrderedLines, at_line, input_option, output_option, progress_option, read_lines
 from tokenspeed.cli.options import EngineCommand, engine_options
 from tokenspeed.config import MACHINE, MODEL, NUMERICS, SCHEDULING, EngineConfig
 
@@ -41,19 +41,21 @@ def score(config: EngineConfig, source: BinaryIO, out: BinaryIO, progress: bool 
 
 
 def _sequence(llm: LLM, row: dict[str, Any]) -> list[int]:
+    from tokenspeed.engine.request import SamplingParams
+    from tokenspeed.engine.validation import validate_prompt
     from tokenspeed.errors import RequestError
 
     text: Any = row.get("text")
     ids: Any = row.get("token_ids")
-    if (text is None) == (ids is None):
-        raise RequestError(f"line {row['line']}: give `text` or `token_ids`, one of the two")
-    if text is not None and not isinstance(text, str):
-        raise RequestError(f"line {row['line']}: `text` is {type(text).__name__}, expected a string")
-    sequence: Any = text if ids is None else ids
-    try:
-        return llm.prompt_ids(sequence)
-    except TypeError as error:
-        raise RequestError(f"line {row['line']}: `token_ids`: {error}") from error
+    with at_line(row):
+        if (text is None) == (ids is None):
+            raise RequestError("give `text` or `token_ids`, one of the two")
+        if text is not None and not isinstance(text, str):
+            raise RequestError(f"`text` is {type(text).__name__}, expected a string")
+        given: Any = text if ids is None else ids
+        sequence = llm.prompt_ids(given)
+        validate_prompt(sequence, SamplingParams(max_tokens=0), llm.engine.limits)
+        return sequence
 
 
 def _temperature(row: dict[str, Any]) -> float:

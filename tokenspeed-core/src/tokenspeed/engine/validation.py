@@ -49,9 +49,9 @@ def validate_prompt(prompt: Sequence[int], params: SamplingParams, limits: Limit
         raise RequestError("the prompt has no tokens; give at least one", param="prompt", code="empty_prompt")
     room = limits.max_model_len - (0 if params.max_tokens == 0 else 1)
     if len(prompt) > room:
+        output = "" if params.max_tokens == 0 else ", prompt and at least one output token together"
         raise ContextOverflow(
-            f"the prompt has {len(prompt)} tokens; this model's context holds {limits.max_model_len} tokens, "
-            f"prompt and at least one output token together",
+            f"the prompt has {len(prompt)} tokens; this model's context holds {limits.max_model_len} tokens{output}",
             param="prompt",
             code="context_length_exceeded",
         )
