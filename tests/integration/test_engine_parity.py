@@ -245,8 +245,11 @@ def test_jsonl_round_trip(checkpoint: Path, tmp_path: Path) -> None:
         refused = runner.invoke(cli, ["generate", *arguments], input=f'{{"prompt": "a"}}\n{json.dumps(bad)}')
         assert (refused.exit_code, refused.stdout) == (1, "")
         assert message in refused.output
-    refused = runner.invoke(cli, ["score", *arguments], input='{"text": "a"}\n{"text": ""}')
-    assert "line 2: the prompt has no tokens" in refused.output
+    for line, message in (('{"text": ""}', "the prompt has no tokens"), ('{"token_ids": "a"}', "goes into `text`")):
+        refused = runner.invoke(cli, ["score", *arguments], input=f'{{"text": "a"}}\n{line}')
+        assert refused.exit_code == 1
+        assert "line 2: " in refused.output
+        assert message in refused.output
 
 
 def test_bulk_output_that_cannot_be_written_is_refused_before_anything_is_computed(tmp_path: Path) -> None:

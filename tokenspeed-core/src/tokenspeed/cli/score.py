@@ -52,6 +52,8 @@ def _sequence(llm: LLM, row: dict[str, Any]) -> list[int]:
             raise RequestError("give `text` or `token_ids`, one of the two")
         if text is not None and not isinstance(text, str):
             raise RequestError(f"`text` is {type(text).__name__}, expected a string")
+        if isinstance(ids, str):
+            raise RequestError("`token_ids` is a string, expected a list of token ids; a string goes into `text`")
         given: Any = text if ids is None else ids
         sequence = llm.prompt_ids(given)
         validate_prompt(sequence, SamplingParams(max_tokens=0), llm.engine.limits)
