@@ -272,6 +272,11 @@ def _is_head(_name: str, module: nn.Module) -> bool:
     return isinstance(module, LMHead)
 
 
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy where the dump's tensors are, whatever the engine runs on."""
+    return tensor.to("cpu", copy=True)
+
+
 @contextmanager
 def _watching(model: Any, wanted: Any) -> Iterator[dict[str, list[torch.Tensor]]]:
     """Outputs of the engine's layers (and what projections read, as NAME.input), one tensor for each step.
@@ -283,12 +288,12 @@ def _watching(model: Any, wanted: Any) -> Iterator[dict[str, list[torch.Tensor]]
     def hook_of(name: str) -> Any:
         def hook(module: nn.Module, inputs: tuple[torch.Tensor, ...], output: Any) -> None:
             if isinstance(module, Linear):
-                seen.setdefault(f"{name}.input", []).append(inputs[0].clone())
+                seen.setdefault(f"{name}.input", []).append(_on_host(inputs[0]))
             if isinstance(module, Router):
                 for part, tensor in zip(_CHOICE, output, strict=True):
-                    seen.setdefault(f"{name}.{part}", []).append(tensor.clone())
+                    seen.setdefault(f"{name}.{part}", []).append(_on_host(tensor))
             if isinstance(output, torch.Tensor):
-                seen.setdefault(name, []).append(output.flatten(1).clone())
+                seen.setdefault(name, []).append(_on_host(output.flatten(1)))
 
         return hook
 
