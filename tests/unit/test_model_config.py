@@ -13,6 +13,7 @@ from tokenspeed.models.base import CausalLM
 from tokenspeed_models.llama import LlamaForCausalLM
 from tokenspeed_models.qwen2 import Qwen2ForCausalLM
 from tokenspeed_models.qwen3 import Qwen3ForCausalLM
+from tokenspeed_models.qwen3_moe import Qwen3MoeForCausalLM
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 50,
@@ -43,6 +44,7 @@ def test_a_planned_model_takes_no_memory() -> None:
 def test_defaults_are_those_of_the_architecture() -> None:
     assert [spec.head_dim for spec in build(Qwen3ForCausalLM).kv_specs()] == [128] * 4
     assert [spec.head_dim for spec in build(LlamaForCausalLM).kv_specs()] == [8] * 4
+    assert [spec.head_dim for spec in build(Qwen3MoeForCausalLM).kv_specs()] == [8] * 4
     assert build(LlamaForCausalLM).max_positions == 2048
     assert build(LlamaForCausalLM, num_key_value_heads=None).kv_specs()[0].num_kv_heads == 4
 

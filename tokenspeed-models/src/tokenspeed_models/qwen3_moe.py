@@ -24,7 +24,7 @@ class Qwen3MoeForCausalLM(DenseCausalLM):
 
     def __init__(self, config: Mapping[str, Any], ctx: LayerContext) -> None:
         fields = ConfigFields(config)
-        shape = read_dense(fields, head_dim=128)
+        shape = read_dense(fields)
         attention_bias = fields.flag("attention_bias", False)
         # Every layer slides, or none; Qwen2's `max_window_layers` means nothing here.
         window = fields.positive_int("sliding_window", 4096) if fields.flag("use_sliding_window", False) else 0
