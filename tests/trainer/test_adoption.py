@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import random
 from collections.abc import Callable, Iterator
 from itertools import chain, pairwise
@@ -255,6 +256,43 @@ def test_generating_with_a_cache_takes_the_engines_tokens(model: Any, llm: LLM) 
     assert out[:, -12:].tolist() == [reply.outputs[0].token_ids for reply in replies]
 
 
+@torch.no_grad()
+def test_a_compiler_is_kept_out(make_folder: MakeFolder, load_trainer: Load) -> None:
+    """Compiled additions are fused and not rounded in between, so none may be handed to a compiler."""
+    model = load_trainer(make_folder("Qwen3", torch.bfloat16)).eval()
+    ids = torch.tensor([ragged()[5]])
+    compiled: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
+        compiled.extend(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+    def additions() -> int:
+        torch._dynamo.reset()
+        compiled.clear()
+        torch.compile(model, backend=backend)(ids)
+        model.model.layers[1].compile(backend=backend)
+        model(ids)
+        model.model.layers[1]._compiled_call_impl = None
+        return sum("add" in target for target in compiled)
+
+    assert additions() > 0
+    adopt(model)
+    assert additions() == 0
+
+
+@torch.no_grad()
+def test_pickled(make_folder: MakeFolder, load_trainer: Load) -> None:
+    """An adopted model that was pickled, as workers receive it, is an adopted model."""
+    model = load_trainer(make_folder("Qwen3", torch.bfloat16)).eval()
+    adopt(model)
+    copied = pickle.loads(pickle.dumps(model))
+    ids = torch.tensor([ragged()[5]])
+    assert torch.equal(copied(ids).logits, model(ids).logits)
+    restore(copied)
+    assert not torch.equal(copied(ids).logits, model(ids).logits)
+
+
 class TestRestore:
     """`restore` leaves nothing behind, in the model or outside it."""
 
@@ -348,6 +386,14 @@ class TestRefusals:
         model.model.layers[1].mlp.experts.float()
         assert "2 dtypes" in self.refused(model)
 
+    def test_weights_that_the_configuration_does_not_describe(self, stock: Any) -> None:
+        """An engine started from what this trainer saves would compute another model, or none."""
+        stock.lm_head = torch.nn.Linear(96, VOCAB, bias=True)
+        stock.model.layers[2].self_attn.q_norm.weight = torch.nn.Parameter(torch.ones(16))
+        message = self.refused(stock)
+        assert "lm_head.bias" in message
+        assert "model.layers.2.self_attn.q_norm.weight is [16], the model wants [32]" in message
+
     def test_unknown_architecture(self) -> None:
         import transformers
 
@@ -363,6 +409,16 @@ class TestRefusals:
         adopt(stock)
         with pytest.raises(ValueError, match="never has attention weights"):
             stock(torch.tensor([[5, 6]]), output_attentions=True)
+
+    def test_a_sequence_beyond_the_engines_context(self, stock: Any) -> None:
+        adopt(stock)
+        with pytest.raises(ValueError, match="a sequence has 513 tokens, the engine's context ends at 512"):
+            stock(torch.full((1, 513), 5))
+
+    def test_a_static_cache(self, stock: Any) -> None:
+        adopt(stock)
+        with pytest.raises(ValueError, match="use a DynamicCache"):
+            stock.generate(torch.tensor([[5, 6]]), max_new_tokens=2, cache_implementation="static")
 
 
 @torch.no_grad()

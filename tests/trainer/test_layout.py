@@ -76,6 +76,7 @@ def test_finished_rows_have_no_queries() -> None:
         ((2, 3), {"cu_seq_lens": [0, 6]}, "batch of one row"),
         ((1, 3), {"cu_seq_lens": [0, 2]}, "should rise from 0 to the 3 tokens"),
         ((1, 3), {"cu_seq_lens": [0, 3], "past": 1}, "together with a cache"),
+        ((2, 5), {"attention_mask": [[1] * 5, [0, 0, 1, 1, 1]], "max_positions": 4}, "5 tokens, .* ends at 4"),
     ],
 )
 def test_refused(shape: tuple[int, int], options: dict[str, Any], reason: str) -> None:

@@ -90,35 +90,7 @@ class WeightStaging:
         with every tensor that is wrong or missing.
         """
         model = self._rebuild()
-        return self._fill(model, self._checked(model, tensors))
-
-    def _checked(self, model: CausalLM, tensors: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
-        """Pass on what fits; raise when all have been seen and something was wrong."""
-        wanted = model.checkpoint_tensors()
-        seen: Counter[str] = Counter()
-        unexpected, misshaped, unreadable = [], [], []
-        for name, tensor in _pieces(model, wanted, tensors):
-            target = wanted.get(name)
-            if target is None:
-                if not model.ignores(name):
-                    unexpected.append(name)
-                continue
-            seen[name] += 1
-            if seen[name] > 1:  # its layer may be packed by now
-                continue
-            if tuple(tensor.shape) != target.shape:
-                misshaped.append(f"{name} is {list(tensor.shape)}, the model wants {list(target.shape)}")
-            elif not target.takes(tensor.dtype):
-                unreadable.append(f"{name} is {tensor.dtype}")
-            else:
-                yield name, tensor.detach()
-        faults = listed("missing", [name for name in wanted if name not in seen])
-        faults += listed("unexpected", unexpected)
-        faults += listed("mis-shaped", misshaped)
-        faults += listed("unreadable", unreadable)
-        faults += listed("given twice", [name for name, count in seen.items() if count > 1])
-        if faults:
-            raise CheckpointError("\n".join(["the new weights do not fit the model that is running", *faults]))
+        return self._fill(model, fitting(model, tensors))
 
     def _fill(self, model: CausalLM, tensors: NamedTensors) -> StagedWeights:
         digests: dict[str, TensorDigest] = {}
@@ -130,7 +102,45 @@ class WeightStaging:
         return StagedWeights(model, WeightsDigest(MappingProxyType(digests)))
 
 
-def _pieces(model: CausalLM, wanted: Collection[str], tensors: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
+def fitting(
+    model: CausalLM,
+    tensors: NamedTensors,
+    summary: str = "the new weights do not fit the model that is running",
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Pass on, piece by piece, what fits into `model`; raise when all have been seen and something was wrong.
+
+    The CheckpointError begins with `summary`.
+    """
+    wanted = model.checkpoint_tensors()
+    seen: Counter[str] = Counter()
+    unexpected, misshaped, unreadable = [], [], []
+    for name, tensor in _pieces(model, wanted, tensors, summary):
+        target = wanted.get(name)
+        if target is None:
+            if not model.ignores(name):
+                unexpected.append(name)
+            continue
+        seen[name] += 1
+        if seen[name] > 1:  # its layer may be packed by now
+            continue
+        if tuple(tensor.shape) != target.shape:
+            misshaped.append(f"{name} is {list(tensor.shape)}, the model wants {list(target.shape)}")
+        elif not target.takes(tensor.dtype):
+            unreadable.append(f"{name} is {tensor.dtype}")
+        else:
+            yield name, tensor.detach()
+    faults = listed("missing", [name for name in wanted if name not in seen])
+    faults += listed("unexpected", unexpected)
+    faults += listed("mis-shaped", misshaped)
+    faults += listed("unreadable", unreadable)
+    faults += listed("given twice", [name for name, count in seen.items() if count > 1])
+    if faults:
+        raise CheckpointError("\n".join([summary, *faults]))
+
+
+def _pieces(
+    model: CausalLM, wanted: Collection[str], tensors: NamedTensors, summary: str
+) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of a checkpoint that these are. Raises CheckpointError for a bundle of another shape."""
     bundles = model.bundles()
     for name, tensor in tensors:
@@ -142,6 +152,5 @@ def _pieces(model: CausalLM, wanted: Collection[str], tensors: NamedTensors) -> 
         else:
             shapes = " or ".join(str(list(shape)) for shape in bundle.shapes)
             raise CheckpointError(
-                "the new weights do not fit the model that is running\n"
-                f"    mis-shaped (1):\n        {name} is {list(tensor.shape)}, the model wants {shapes}"
+                f"{summary}\n    mis-shaped (1):\n        {name} is {list(tensor.shape)}, the model wants {shapes}"
             )

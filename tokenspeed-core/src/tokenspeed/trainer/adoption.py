@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from types import MethodType
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from tokenspeed.kernels.registry import KernelRegistry
 from tokenspeed.kernels.select import Pins, select
 from tokenspeed.kernels.spec import KernelSpec
 from tokenspeed.layers.context import LayerContext
+from tokenspeed.loading.update import fitting
 from tokenspeed.machine import read_machine
 from tokenspeed.models.profile import ModelProfile
 from tokenspeed.models.registry import ModelRegistry, model_class
@@ -69,9 +70,12 @@ def adopt(
     if hasattr(model, _ADOPTION):
         raise ValueError("this model is adopted already; `restore` it first")
     if not isinstance(model, transformers.PreTrainedModel):
-        raise TypeError(f"{type(model).__name__} is no transformers model")
+        raise TypeError(
+            f"{type(model).__name__} is no transformers model; adopt the one inside it before it is wrapped"
+        )
     twin, dtype = _plan_twin(model, plugins, kernel or {})
     planned = list(_plan_modules(model, twin))
+    _check_weights(model, twin)
     kernels.load(twin.choices.values())
 
     # Registering a name changes nothing for models that do not ask for it.
@@ -86,7 +90,7 @@ def adopt(
     )
     model.set_attn_implementation(ATTENTION)
     for module, forward, plan in planned:
-        module.forward = MethodType(forward, module)
+        module.forward = partial(forward, module)  # unlike a bound method it can be copied and pickled with its module
         if plan is not None:
             setattr(module, _PLAN, plan)
     setattr(model, _ADOPTION, adoption)
@@ -100,7 +104,7 @@ def restore(model: nn.Module) -> None:
         raise ValueError("this model is not adopted")
     exchanged = {entry.forward for entry in MODULES[adoption.architecture].values() if entry.forward is not None}
     for module in model.modules():
-        if getattr(module.__dict__.get("forward"), "__func__", None) in exchanged:
+        if getattr(module.__dict__.get("forward"), "func", None) in exchanged:
             del module.forward
         module.__dict__.pop(_PLAN, None)
     delattr(model, _ADOPTION)
@@ -199,6 +203,16 @@ def _plan_modules(model: Any, twin: Twin) -> Iterable[tuple[nn.Module, Callable[
         ]
         raise StartRefused([*(problems if unknown else []), *(Problem("adoption", line) for line in wrong)])
     return planned
+
+
+def _check_weights(model: nn.Module, twin: Twin) -> None:
+    """Raise StartRefused where an engine of this configuration could not take the model's weights."""
+    shapes = ((name, tensor.to("meta")) for name, tensor in model.state_dict().items())
+    try:
+        for _ in fitting(twin.model, shapes, "the model's weights are not those that its configuration describes"):
+            pass
+    except CheckpointError as error:
+        raise StartRefused([Problem("adoption", str(error))]) from error
 
 
 def _entries(architecture: str) -> dict[type, Entry]:

@@ -62,11 +62,13 @@ def make_layout(
     attention_mask: torch.Tensor | None = None,
     position_ids: torch.Tensor | None = None,
     cu_seq_lens: torch.Tensor | None = None,
+    max_positions: int | None = None,
 ) -> Layout:
     """The layout of a batch of `shape` (B, S) behind `past` cached columns.
 
     `attention_mask` [B, past + S] is 1 for tokens and 0 for padding. Raises ValueError where a row does not hold whole
-    sequences, or where `position_ids` place a token elsewhere than the engine would.
+    sequences, where one is longer than `max_positions`, or where `position_ids` place a token elsewhere than the engine
+    would.
     """
     batch, columns = shape
     real = _real(attention_mask, batch, past + columns)
@@ -77,6 +79,11 @@ def make_layout(
     key_rows = np.flatnonzero(real)
     starts = _starts(real, key_rows, resets, cu_seq_lens)
     lengths = np.diff(np.append(starts, len(key_rows)))
+    longest = int(lengths.max(initial=0))
+    if max_positions is not None and longest > max_positions:
+        raise ValueError(
+            f"a sequence has {longest} tokens, the engine's context ends at {max_positions} (max_position_embeddings)"
+        )
     positions = np.arange(len(key_rows)) - np.repeat(starts, lengths)
 
     is_query = key_rows % (past + columns) >= past

@@ -6,6 +6,7 @@ A replaced module keeps its parameters, hooks and children. What its new forward
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,13 @@ class KernelPlan:
 
 
 @dataclass(frozen=True)
+class DecoderPlan:
+    """For the decoder: the longest sequence that the engine's model reads, in tokens."""
+
+    max_positions: int
+
+
+@dataclass(frozen=True)
 class AttentionPlan:
     """For an attention layer. `window` as in `attention.paged`; `table` holds the rotary angles, fp32[positions,D]."""
 
@@ -37,6 +45,13 @@ class AttentionPlan:
     window: int
     table: torch.Tensor
     interleaved: bool
+
+
+uncompiled = functools.partial(
+    torch.compiler.disable,
+    reason="a compiler fuses the additions of an adopted model and leaves out their roundings, which changes its bits",
+)
+"""For forwards that `torch.compile` has to leave alone."""
 
 
 def linear_forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
@@ -123,6 +138,13 @@ def through_cache(
     return k.transpose(1, 2).flatten(0, 1), v.transpose(1, 2).flatten(0, 1)
 
 
+@uncompiled
+def layer_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """A decoder layer: its own forward, which adds the residual in the model's dtype, as the engine does."""
+    return type(self).forward(self, *args, **kwargs)
+
+
+@uncompiled
 def decoder_forward(
     self: Any,
     input_ids: torch.Tensor | None = None,
@@ -140,7 +162,11 @@ def decoder_forward(
     if inputs is None:
         raise ValueError("give input_ids or inputs_embeds")
     if isinstance(attention_mask, dict):
-        raise ValueError("attention_mask is a mapping of prepared masks; give [batch, columns] or none")
+        raise ValueError(
+            "attention_mask is a mapping of prepared masks, as a static cache needs them; give [batch, columns] or "
+            "none, and use a DynamicCache"
+        )
+    plan: DecoderPlan = self.tokenspeed_plan
     cache = cache_of(kwargs)
     layout = make_layout(
         tuple(inputs.shape[:2]),
@@ -149,6 +175,7 @@ def decoder_forward(
         attention_mask=attention_mask,
         position_ids=position_ids,
         cu_seq_lens=kwargs.get("cu_seq_lens_q"),
+        max_positions=plan.max_positions,
     )
     # The class's own forward would derive a mask from the positions of packed sequences; nobody would read it.
     kwargs |= {LAYOUT: layout, "input_ids": input_ids, "attention_mask": None}

@@ -80,6 +80,10 @@ def _linear(_module: nn.Linear, layer: Any, twin: Twin) -> modules.KernelPlan | 
     return modules.KernelPlan(twin.kernel(layer.linear)) if isinstance(layer, Linear) else None
 
 
+def _decoder(_module: Any, _layer: Any, twin: Twin) -> modules.DecoderPlan:
+    return modules.DecoderPlan(twin.model.max_positions)
+
+
 def _norm(module: Any, layer: RMSNorm, twin: Twin) -> modules.KernelPlan:
     if module.variance_epsilon != layer.eps:
         raise ValueError(f"variance_epsilon is {module.variance_epsilon}, the configuration says {layer.eps}")
@@ -172,7 +176,8 @@ _ATTENTION = Entry(modules.attention_forward, _attention)
 _LATENT_ATTENTION = Entry(mla.latent_attention_forward, _latent_attention)
 _MLP = Entry(modules.mlp_forward, _mlp)
 _NORM = Entry(modules.norm_forward, _norm)
-_DECODER = Entry(modules.decoder_forward)
+_DECODER = Entry(modules.decoder_forward, _decoder)
+_LAYER = Entry(modules.layer_forward)
 _ROUTER = Entry(moe.router_forward, _router, keeps_fp32=True)
 _EXPERTS = Entry(moe.experts_forward, _experts)
 _INDEXER = Entry(sparse.indexer_forward, _indexer)
@@ -193,7 +198,7 @@ def _table(name: str, prefix: str, **own: Entry) -> Mapping[str, Entry]:
     classes = {
         "ForCausalLM": _UNCHANGED,
         "Model": _DECODER,
-        "DecoderLayer": _UNCHANGED,  # adds the residual in the model's dtype, as the engine does
+        "DecoderLayer": _LAYER,
         "RotaryEmbedding": _UNCHANGED,  # its result is not read
         "RMSNorm": _NORM,
         **own,
