@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -96,6 +98,19 @@ def test_the_card_names_what_matters() -> None:
     text = as_text(make(numerics="rl-bitwise").card())
     for part in ("folder/model", "rl-bitwise", "trainer megatron", "acme.linear", "acme 1.0", "logprob_order=megatron"):
         assert part in text
+
+
+def test_the_card_fits_its_terminal_and_cuts_nothing_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = make(numerics="rl-bitwise").card()
+
+    def shown(columns: int) -> tuple[int, Counter[str]]:
+        monkeypatch.setenv("COLUMNS", str(columns))
+        text = as_text(card)
+        return max(map(len, text.splitlines())), Counter(re.sub(r"[\s╭╮╰╯│─]", "", text))
+
+    (narrow, folded), (wide, whole) = shown(40), shown(500)
+    assert narrow <= 40 < wide <= 120
+    assert folded == whole
 
 
 def test_canonical_json_has_one_spelling() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shutil
 from typing import TYPE_CHECKING
 
 from rich.console import Console, Group, RenderableType
@@ -13,6 +14,9 @@ from rich.text import Text
 if TYPE_CHECKING:
     from tokenspeed.numerics.plan import Plan
     from tokenspeed.numerics.resolve import ResolvedNumerics
+
+WIDTH = 120
+"""Columns that a card takes at most."""
 
 
 def plan_card(plan: Plan) -> RenderableType:
@@ -36,8 +40,9 @@ def plan_card(plan: Plan) -> RenderableType:
     return Panel(Group(*parts), title="tokenspeed plan", title_align="left", expand=False)
 
 
-def as_text(renderable: RenderableType, width: int = 120) -> str:
-    """A card as plain text, for logs and for the process that prints it."""
+def as_text(renderable: RenderableType) -> str:
+    """A card as plain text, for logs and for the process that prints it; no wider than the terminal, where one is."""
+    width = min(shutil.get_terminal_size((WIDTH, 0)).columns, WIDTH)
     console = Console(width=width, file=io.StringIO(), color_system=None)
     with console.capture() as capture:
         console.print(renderable)
@@ -58,7 +63,7 @@ def switches_table(numerics: ResolvedNumerics) -> Table:
 def _kernels(plan: Plan) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
     for column in ("operator", "kernel", "distribution", "bit order"):
-        table.add_column(column, no_wrap=True)
+        table.add_column(column, overflow="fold")
     rows = {
         (need.operator, spec.name, f"{spec.distribution} {spec.version}", spec.bit_order or "-")
         for need, spec in plan.choices.items()
