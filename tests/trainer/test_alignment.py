@@ -122,6 +122,27 @@ def test_one_ulp_of_one_weight_is_found_and_located(
     assert any(place in finding for finding in report["scenarios"][0]["findings"]), report["scenarios"][0]["findings"]
 
 
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        ("model.layers.0.mlp", "model.layers.1.input_layernorm.input (hidden state + residual)"),
+        ("model.layers.2.mlp", "model.norm.input (hidden state + residual)"),
+        ("lm_head", "the difference is in lm_head (gemm.linear)"),
+    ],
+)
+def test_what_is_added_or_read_between_recorded_modules_is_located(
+    folder: Path, load_trainer: Callable[[Path], Any], name: str, place: str, tmp_path: Path
+) -> None:
+    """Such as a residual stream that is kept in another precision: the norm behind it is not to be blamed."""
+    changed = load_trainer(folder).eval()
+    adopt(changed)
+    changed.get_submodule(name).register_forward_hook(lambda _module, _inputs, output: output * 1.01)
+    dump = record(changed, SEQUENCES, commit="here", activations=True)
+    status, report = align(folder, dump, tmp_path)
+    assert status == 1
+    assert any(place in finding for finding in report["scenarios"][0]["findings"]), report["scenarios"][0]["findings"]
+
+
 ROUTED = ("Qwen3Moe", "Mixtral", "DeepseekV3", "DeepseekV32", "GlmMoeDsa", "LongcatFlash")
 
 

@@ -29,8 +29,11 @@ OUTPUTS = re.compile(
 )
 """Modules whose outputs are recorded."""
 
-INPUTS = re.compile(r"model\.layers\.\d+\.(self_attn(\.\d)?\.o_proj|mlps?(\.\d|\.shared_experts)?\.down_proj)")
-"""Modules whose inputs are recorded too, as NAME.input: what attention and the activation wrote."""
+INPUTS = re.compile(
+    r"model\.(norm|layers\.\d+\.("
+    r"(input|post_attention)_layernorm(\.\d)?|self_attn(\.\d)?\.o_proj|mlps?(\.\d|\.shared_experts)?\.down_proj))"
+)
+"""Modules whose inputs are recorded too, as NAME.input: sums of residuals, and what attention and activation wrote."""
 
 ROUTERS = re.compile(r"model\.layers\.\d+\.mlp\.(gate|router)")
 """Modules whose choice is recorded, as NAME.ids (int32) and NAME.weights (float32)."""

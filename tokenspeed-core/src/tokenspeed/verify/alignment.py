@@ -23,7 +23,7 @@ from tokenspeed.layers.linear import Linear, MergedLinear
 from tokenspeed.layers.mla import LatentAttention
 from tokenspeed.layers.mlp import GatedMLP
 from tokenspeed.layers.moe import Experts, Router
-from tokenspeed.layers.norm import RMSNorm
+from tokenspeed.layers.norm import ResidualRMSNorm, RMSNorm
 from tokenspeed.layers.sparse import SparseLatentAttention
 from tokenspeed.llm import LLM
 from tokenspeed.models.base import CausalLM
@@ -227,6 +227,8 @@ def _parts(model: CausalLM) -> dict[str, _Part]:
     for path, module in model.named_modules():
         if isinstance(module, RMSNorm):
             found[path] = _Part(path, "norm.rms")
+            if isinstance(module, ResidualRMSNorm):
+                found[f"{path}.input"] = _Part(f"{path}.input", "hidden state + residual")
         elif isinstance(module, MergedLinear):
             found |= _split(path, module)
         elif isinstance(module, Linear) and not isinstance(module, LMHead):
@@ -287,7 +289,7 @@ def _watching(model: Any, wanted: Any) -> Iterator[dict[str, list[torch.Tensor]]
 
     def hook_of(name: str) -> Any:
         def hook(module: nn.Module, inputs: tuple[torch.Tensor, ...], output: Any) -> None:
-            if isinstance(module, Linear):
+            if isinstance(module, Linear | ResidualRMSNorm):
                 seen.setdefault(f"{name}.input", []).append(_on_host(inputs[0]))
             if isinstance(module, Router):
                 for part, tensor in zip(_CHOICE, output, strict=True):
@@ -332,5 +334,8 @@ def _first_difference(llm: LLM, computed: dict[str, torch.Tensor], recorded: Any
             gap = float((got[first[0]].float() - expected[first[0]].float()).abs().max())
             place = f"position {first[0]}, {name} ({part.operators}): differs by up to {gap:.3g}"
     if first is None:
-        return f"all {compared} recorded activations agree; the difference is in the log-probabilities' own arithmetic"
+        return (
+            f"all {compared} recorded activations agree; the difference is in lm_head (gemm.linear) or in the "
+            "log-probabilities' own arithmetic"
+        )
     return f"{place}; everything that was recorded before it agrees"
