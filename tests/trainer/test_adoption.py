@@ -440,6 +440,17 @@ def test_logprobs_refuse_an_unknown_order() -> None:
         logprobs(torch.zeros(1, 4), torch.zeros(1, dtype=torch.int64), vocab_shards=2)
 
 
+def test_logprobs_of_the_kernel_that_the_engine_was_told_to_use() -> None:
+    logits, ids = torch.randn(64, 5000, generator=torch.Generator().manual_seed(3)), torch.arange(64)
+    default = logprobs(logits, ids)
+    other = logprobs(logits, ids, kernel={"sampling.logprobs": "torch.sampling.logprobs", "norm.rms": "aok.norm.rms"})
+    assert not torch.equal(other, default)
+    assert torch.equal(logprobs(logits, ids, plugins=("tokenspeed-reference",)), other)
+    assert torch.equal(logprobs(logits, ids), default)
+    with pytest.raises(StartRefused, match="lacks the required feature batch_invariant"):
+        logprobs(logits, ids, kernel={"sampling.logprobs": "reference.sampling.logprobs"})
+
+
 @pytest.mark.parametrize(("order", "trainer"), [("torch", "transformers"), ("megatron", "megatron")])
 @torch.no_grad()
 def test_temperature_and_order(order: str, trainer: str, make_folder: MakeFolder, load_trainer: Load) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 
 import torch
 
 from tokenspeed.errors import StartRefused
 from tokenspeed.kernels.registry import KernelRegistry
-from tokenspeed.kernels.select import select
+from tokenspeed.kernels.select import Pins, select
 from tokenspeed.layers.context import LayerContext
 from tokenspeed.machine import read_machine
 from tokenspeed.numerics.resolve import ResolvedNumerics, resolve
@@ -18,6 +19,8 @@ from tokenspeed.trainer import kernels, operators
 TRAINERS = {"torch": "transformers", "megatron": "megatron"}
 """The trainer profile whose order of additions each `order` is."""
 
+LOGPROBS = "sampling.logprobs"
+
 
 def logprobs(
     logits: torch.Tensor,
@@ -26,22 +29,27 @@ def logprobs(
     order: str = "torch",
     temperature: float | torch.Tensor = 1.0,
     vocab_shards: int | None = None,
+    plugins: tuple[str, ...] | None = None,
+    kernel: Mapping[str, str] | None = None,
 ) -> torch.Tensor:
     """Log-probabilities of `ids` (int64[...]) in `logits` [...,V], after temperature, over the vocabulary: fp32[...].
 
     The numbers that an engine under `rl-bitwise` reports for the same logits, with a gradient. `order` is the engine's
     `--logprob-order` (`torch` for `--trainer transformers`, `megatron`), `vocab_shards` that of
     `--trainer megatron,vocab-shards=N`. `temperature` 0 counts as 1; a tensor [...] gives one for each row. A negative
-    id gives NaN and no gradient. Raises ValueError for another order, StartRefused where no kernel with the promised
-    features is installed.
+    id gives NaN and no gradient. `plugins` and `kernel` are the engine's options of these names, as in `adopt`. Raises
+    ValueError for another order, StartRefused where no kernel with the promised features is installed.
     """
     trainer = _trainer(order, vocab_shards)
-    numerics, kernel = _choose(trainer, logits.dtype, logits.device.type)
+    pins = tuple(sorted((kernel or {}).items()))
+    numerics, name = _choose(
+        trainer, logits.dtype, logits.device.type, None if plugins is None else tuple(plugins), pins
+    )
     vocab = logits.shape[-1]
     rows = logits.reshape(-1, vocab)
     divisor = torch.as_tensor(temperature, dtype=torch.float32, device=logits.device).expand(ids.shape)
     out: torch.Tensor = operators.logprobs(
-        rows, ids.reshape(-1, 1), divisor.reshape(-1).contiguous(), order, numerics.logprob_block(vocab), kernel
+        rows, ids.reshape(-1, 1), divisor.reshape(-1).contiguous(), order, numerics.logprob_block(vocab), name
     )
     return out.view(ids.shape)
 
@@ -57,9 +65,11 @@ def _trainer(order: str, vocab_shards: int | None) -> str:
 
 
 @functools.cache
-def _choose(trainer: str, dtype: torch.dtype, device: str) -> tuple[ResolvedNumerics, str]:
+def _choose(
+    trainer: str, dtype: torch.dtype, device: str, plugins: tuple[str, ...] | None, pins: tuple[tuple[str, str], ...]
+) -> tuple[ResolvedNumerics, str]:
     """The numerics of `trainer`, and the name of the loaded kernel that computes its log-probabilities."""
-    host = load_plugins(None)
+    host = load_plugins(plugins)
     registry = KernelRegistry.from_plugins(host)
     machine = read_machine(device)
     resolution = resolve(
@@ -67,8 +77,9 @@ def _choose(trainer: str, dtype: torch.dtype, device: str) -> tuple[ResolvedNume
     )
     numerics = resolution.numerics
     ctx = LayerContext(dtype, numerics.switches, numerics.features, numerics.traits)
-    need = ctx.operator("sampling.logprobs", dtypes={"logits": dtype}).need
-    selection = select([need], registry, machine)
+    own = {operator: name for operator, name in pins if operator == LOGPROBS}
+    need = ctx.operator(LOGPROBS, dtypes={"logits": dtype}).need
+    selection = select([need], registry, machine, Pins(own))
     if problems := (*resolution.problems, *selection.problems):
         raise StartRefused(problems)
     spec = selection.choices[need]
