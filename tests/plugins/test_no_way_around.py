@@ -29,7 +29,12 @@ MUST_NAME = {
     "The kernel is in a plugin that was switched off": ["tokenspeed-kernels-aok", "--plugins"],
     "Experts are not combined in slot order": ["moe.experts", "combine_order=slot", "combine_order=rank", "acme.moe"],
     "Experts are split over ranks": ["--tensor-parallel-size 2", "--moe-combine-order slot", "-size 1"],
-    "The model is not verified for the envelope": ["AcmeForCausalLM", "acme-models", "lists auto", "verify --full"],
+    "The model is not verified for the envelope": [
+        "AcmeForCausalLM",
+        "lists auto",
+        "to numerics_envelopes",
+        "verify --full",
+    ],
     "Nobody supports the architecture": ["MambaForCausalLM", "Qwen3ForCausalLM", "tokenspeed_models"],
     "A quantised checkpoint, and no kernel for its format": ["fp8", "gemm.linear", "aok.gemm.linear"],
     "An unknown trainer": ["nobody", "megatron", "transformers"],
