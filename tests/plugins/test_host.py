@@ -113,6 +113,17 @@ BAD = {
         "@hookimpl\ndef tokenspeed_kernels(): return [kernel('a', traits={'kv_layout': 'nhd'})]",
         "build it with trait_table()",
     ),
+    "misspelt-feature": (
+        "@hookimpl\ndef tokenspeed_kernels(): return [kernel('a', features=frozenset({'batch-invariant'}))]",
+        "unknown feature 'batch-invariant'; did you mean batch_invariant?",
+    ),
+    "misspelt-trait": (
+        "from tokenspeed import trait_table\n"
+        "@hookimpl\ndef tokenspeed_kernels():\n"
+        "    s = ({'x': 'bfloat16', 'weight': 'bfloat16'},)\n"
+        "    return [KernelSpec('a', 'norm.rms', 's', 'm:f', s, traits=trait_table({'hiden': {192}}))]",
+        "unknown trait 'hiden'; did you mean hidden?",
+    ),
     "bad-target": (
         "@hookimpl\ndef tokenspeed_kernels(): return [kernel('a', target='m.f')]",
         "'m.f', not 'module:function'",

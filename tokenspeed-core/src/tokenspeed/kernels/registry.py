@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from tokenspeed.errors import PluginError
 from tokenspeed.kernels.operators import OPERATORS, Operator
-from tokenspeed.kernels.spec import WEIGHT_FORMAT, KernelSpec, MachineRequirement, StoredPart
+from tokenspeed.kernels.spec import FEATURES, WEIGHT_FORMAT, KernelSpec, MachineRequirement, StoredPart
 from tokenspeed.testing.names import waiver_faults
 
 if TYPE_CHECKING:
@@ -142,5 +142,17 @@ def _table_faults(spec: KernelSpec) -> Iterator[str]:
         yield f"stored needs the trait {WEIGHT_FORMAT}, prepare_weights to read the tensors and quantise to make them"
     if not isinstance(spec.features, frozenset) or not all(isinstance(name, str) for name in spec.features):
         yield f"features is {spec.features!r}, not a frozenset of names"
+    else:
+        yield from _misspelt("feature", spec.features, FEATURES)
     if not isinstance(spec.traits, Mapping) or not all(isinstance(v, frozenset) for v in spec.traits.values()):
         yield f"traits is {spec.traits!r}; build it with trait_table()"
+    elif (operator := OPERATORS.get(spec.operator)) is not None:
+        yield from _misspelt("trait", spec.traits, {*operator.facts, *operator.links})
+
+
+def _misspelt(kind: str, names: Iterable[str], known: Collection[str]) -> Iterator[str]:
+    """Names that are almost known ones: others are the author's own, but these would say nothing unnoticed."""
+    for name in sorted(map(str, names)):
+        near = [] if name in known else difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+        if near:
+            yield f"unknown {kind} {name!r}; did you mean {near[0]}?"

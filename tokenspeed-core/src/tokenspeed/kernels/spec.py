@@ -20,6 +20,9 @@ BATCH_INVARIANT = "batch_invariant"
 CUDA_GRAPH = "cuda_graph"
 """Feature: a call waits for nothing and issues the same work for the same shapes, so a CUDA graph can record it."""
 
+FEATURES = frozenset({BATCH_INVARIANT, CUDA_GRAPH})
+"""Every feature that something may require."""
+
 WEIGHT_FORMAT = "weight_format"
 """Trait: how a quantised checkpoint stores the weights a kernel reads: `quant_method`, or `quant_method:format`."""
 
