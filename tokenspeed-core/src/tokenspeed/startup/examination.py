@@ -176,8 +176,8 @@ def _gate(config: EngineConfig, profile: ModelProfile, numerics: ResolvedNumeric
             f"({profile.distribution} {profile.version}) lists {listed}",
             (
                 f"model {config.model}",
-                f"an author adds {numerics.envelope} to numerics_envelopes, runs `tokenspeed numerics verify --full` on "
-                "a checkpoint, and publishes the profile with it when that passes",
+                f"an author adds {numerics.envelope} to numerics_envelopes, runs `tokenspeed numerics verify --full`, "
+                "and publishes the profile with it when that passes",
             ),
             "use an envelope that is listed, or ask the model's author to verify it",
         )
