@@ -433,6 +433,22 @@ def test_weights_written_through_data(make_folder: MakeFolder, load_trainer: Loa
     assert not torch.equal(model(ids).logits, before)
 
 
+@torch.no_grad()
+def test_weights_that_stand_in_for_the_parameters_are_forgotten_too(
+    make_folder: MakeFolder, load_trainer: Load
+) -> None:
+    """As `fully_shard` gathers them: the model computes with tensors that are none of its parameters at other times."""
+    model = load_trainer(make_folder("Qwen2", torch.float32)).eval()
+    adopt(model)
+    ids = torch.tensor([ragged()[9]])
+    gathered = {"model.layers.0.mlp.down_proj.weight": model.model.layers[0].mlp.down_proj.weight.detach().clone()}
+    before = torch.func.functional_call(model, gathered, (ids,)).logits
+    for weight in gathered.values():
+        weight.data *= 1.5
+    forget_packed_weights(model)
+    assert not torch.equal(torch.func.functional_call(model, gathered, (ids,)).logits, before)
+
+
 def test_logprobs_refuse_an_unknown_order() -> None:
     with pytest.raises(ValueError, match="'jax' is not one of torch, megatron"):
         logprobs(torch.zeros(1, 4), torch.zeros(1, dtype=torch.int64), order="jax")

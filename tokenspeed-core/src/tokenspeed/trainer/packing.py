@@ -54,6 +54,10 @@ def packed_weight(kernel: LoadedKernel, weight: torch.Tensor, count: int | None 
 
 
 def forget_packed_weights(model: torch.nn.Module) -> None:
-    """Pack the model's weights anew at its next forward. Call it after writing through `parameter.data`."""
+    """Pack the model's weights anew at its next forward.
+
+    Call it after writing through `parameter.data`, or to the shards of `fully_shard` without a step of an optimiser.
+    """
     for parameter in model.parameters():
         _packed.pop(parameter, None)
+    _steps().add()  # what is computed with may be other tensors, which were gathered from the parameters
