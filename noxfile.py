@@ -126,7 +126,7 @@ def template(session: nox.Session) -> None:
 
 @nox.session
 def sanitize(session: nox.Session) -> None:
-    """Build the native kernels with AddressSanitizer and UndefinedBehaviorSanitizer and run their tests (an hour)."""
+    """Build the native kernels with AddressSanitizer and UndefinedBehaviorSanitizer and test them (half an hour)."""
     install(session, CORE, MODELS, extras="[dev]")
     install(session, AOK, options=("--no-deps", "--config-settings=cmake.define.AOK_SANITIZE=ON"))
     runtime = session.run("gcc", "-print-file-name=libasan.so", external=True, silent=True)
