@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -67,6 +70,21 @@ def test_verify_names_an_unknown_scenario(model_dir: Path) -> None:
     result = run("verify", model_dir, "--only", "everything")
     assert result.exit_code == 2
     assert "there is no scenario everything" in result.output
+
+
+def test_a_verification_that_is_ended_takes_its_server_along(model_dir: Path) -> None:
+    words = [sys.executable, "-m", "tokenspeed", "numerics", "verify", str(model_dir), "--full", "--json"]
+    process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    servers: list[Path] = []
+    while not servers:
+        assert process.poll() is None
+        time.sleep(0.05)
+        folders = [Path("/proc", child) for child in children.read_text().split()]
+        servers = [folder for folder in folders if b"serve" in (folder / "cmdline").read_bytes().split(b"\0")]
+    process.terminate()
+    assert process.wait(30) == 1
+    assert not any(server.exists() for server in servers)
 
 
 def test_verify_a_server_by_url(bitwise: Any) -> None:

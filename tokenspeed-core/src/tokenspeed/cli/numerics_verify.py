@@ -10,6 +10,7 @@ import click
 
 from tokenspeed.cli.options import EngineCommand, engine_options
 from tokenspeed.cli.output import console, json_option, print_json
+from tokenspeed.cli.signals import sigterm_interrupts
 from tokenspeed.config import MACHINE, MODEL, NUMERICS, REPLIES, EngineConfig
 from tokenspeed.errors import ConfigError
 
@@ -94,6 +95,7 @@ def run_in_process(
     work = QUICK if quick else FULL
     wants_server = not only or any(name.startswith(HTTP) for name in only if name != HTTP + soak.SOAK)
     with ExitStack() as stack:
+        stack.enter_context(sigterm_interrupts())
         lab = load_lab(config, rehash=rehash)
         # The other process starts while this one works.
         sizes = {**SERVER_SIZES, "max_model_len": lab.longest, "threads": lab.threads}
@@ -116,7 +118,7 @@ def run_in_process(
             )
     if soak_seconds is not None:
         # A server of its own, with too few pages for all clients.
-        with child_server(config, **{**soak.SERVER_SIZES, "threads": lab.threads}) as soaked:
+        with sigterm_interrupts(), child_server(config, **{**soak.SERVER_SIZES, "threads": lab.threads}) as soaked:
             verify_served(
                 report,
                 soaked.endpoint(),

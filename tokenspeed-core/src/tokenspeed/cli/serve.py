@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import logging
-import signal
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from types import FrameType
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from tokenspeed.cli.options import EngineCommand, engine_options
+from tokenspeed.cli.signals import sigterm_interrupts
 from tokenspeed.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -48,7 +46,7 @@ def serve(config: EngineConfig) -> None:
     out = console()
     _log_to_stderr(config.log_level)
     listener = Listener.bind(config.host, config.port)
-    with _sigterm_interrupts(), StartProgress(out) as progress:
+    with sigterm_interrupts(), StartProgress(out) as progress:
         progress("starting the engine process", 0, 0)
         process = EngineProcess.launch(config, build_engine)
         try:
@@ -96,17 +94,3 @@ def _announce(
 
 def _log_to_stderr(level: str) -> None:
     logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-
-
-@contextmanager
-def _sigterm_interrupts() -> Iterator[None]:
-    """While the engine loads, SIGTERM ends the start as Ctrl-C does."""
-
-    def interrupt(_signal: int, _frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
