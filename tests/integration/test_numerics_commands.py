@@ -50,7 +50,9 @@ def test_verify_prints_every_equality_with_its_proof(model_dir: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "every equality holds" in result.output
     assert "preempted for want of pages" in result.output
-    report = json.loads(run("verify", model_dir, "--only", "order", "--json").stdout)
+    machine_read = run("verify", model_dir, "--only", "order", "--json")
+    assert machine_read.stderr.startswith("holds      order"), "where nobody watches, a line for each scenario"
+    report = json.loads(machine_read.stdout)
     assert report["holds"] is True
     (scenario,) = report["scenarios"]
     assert scenario["compared"] > 40
@@ -75,16 +77,30 @@ def test_verify_names_an_unknown_scenario(model_dir: Path) -> None:
 def test_a_verification_that_is_ended_takes_its_server_along(model_dir: Path) -> None:
     words = [sys.executable, "-m", "tokenspeed", "numerics", "verify", str(model_dir), "--full", "--json"]
     process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    servers: list[Path] = []
-    while not servers:
+    left: list[int] = []
+    while not left:
         assert process.poll() is None
         time.sleep(0.05)
-        folders = [Path("/proc", child) for child in children.read_text().split()]
-        servers = [folder for folder in folders if b"serve" in (folder / "cmdline").read_bytes().split(b"\0")]
+        servers = [child for child in children(process.pid) if "serve" in command(child)]
+        engines = [
+            child for server in servers for child in children(server) if "--multiprocessing-fork" in command(child)
+        ]
+        left = [*servers, *engines] if engines else []
     process.terminate()
     assert process.wait(30) == 1
-    assert not any(server.exists() for server in servers)
+    assert [command(each) for each in left] == [[]] * len(left)
+
+
+def children(process: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+
+
+def command(process: int) -> list[str]:
+    """The words of its command line; none when it has ended."""
+    try:
+        return Path(f"/proc/{process}/cmdline").read_text().split("\0")
+    except (FileNotFoundError, ProcessLookupError):
+        return []
 
 
 def test_verify_a_server_by_url(bitwise: Any) -> None:

@@ -142,9 +142,10 @@ def replay(file: BinaryIO, config: EngineConfig, url: str | None, url_key: str |
 
 
 def _derive(lab: Lab, items: list[Item]) -> Iterable[Outcome]:
+    from tokenspeed.cli.progress import counted
     from tokenspeed.verify.script import together
 
-    for first in range(0, len(items), REPLAY_TOGETHER):
+    for first in counted(range(0, len(items), REPLAY_TOGETHER), "computing the saved replies again"):
         yield from lab.run(together(items[first : first + REPLAY_TOGETHER])).outcomes
 
 
@@ -152,6 +153,7 @@ def _local_certificate(old: Certificate, config: EngineConfig) -> tuple[Certific
     """The certificate of this machine, and the digest of the certified replies, computed again."""
     from dataclasses import replace
 
+    from tokenspeed.cli.progress import counted
     from tokenspeed.verify.items import result_digest
     from tokenspeed.verify.scenario import WORKS, Stage
 
@@ -162,7 +164,8 @@ def _local_certificate(old: Certificate, config: EngineConfig) -> tuple[Certific
     if work is None:
         return lab.certificate, None
     stage = Stage(lab, work)
-    return lab.certificate, result_digest((item, lab.alone(item)) for item in stage.items)
+    items = counted(stage.items, "computing the certified replies again")
+    return lab.certificate, result_digest((item, lab.alone(item)) for item in items)
 
 
 def _served_certificate(url: str) -> Certificate:

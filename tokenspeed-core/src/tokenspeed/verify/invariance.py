@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 
 from tokenspeed.verify.abilities import Abilities, probe
 from tokenspeed.verify.endpoint import Endpoint
 from tokenspeed.verify.harness import Listener, judge
-from tokenspeed.verify.items import result_digest
+from tokenspeed.verify.items import Item, Outcome, result_digest
 from tokenspeed.verify.lab import Lab
 from tokenspeed.verify.process_scenarios import thread_numbers
 from tokenspeed.verify.report import Report, Result
@@ -45,8 +45,17 @@ def verify_engine(
                 listener=listener,
             )
         )
-    report.result_digest = result_digest((item, lab.alone(item)) for item in stage.items)
+    report.result_digest = result_digest(_alone(lab, stage.items, listener))
     return report
+
+
+def _alone(lab: Lab, items: Iterable[Item], listener: Listener) -> Iterator[tuple[Item, Outcome]]:
+    """Each item with its reply alone. Where few scenarios ran, many of them are computed only now, which is told."""
+    computed = Result("digest", "the replies alone, of which the digest is made", {})
+    for item in items:
+        yield item, lab.alone(item)
+        computed.compared += 1
+        listener(computed, False)
 
 
 def _thread_numbers(lab: Lab) -> str:
