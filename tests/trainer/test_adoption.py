@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import json
 import pickle
 import random
+import shutil
 from collections.abc import Callable, Iterator
 from itertools import chain, pairwise
 from pathlib import Path
@@ -291,6 +293,40 @@ def test_pickled(make_folder: MakeFolder, load_trainer: Load) -> None:
     assert torch.equal(copied(ids).logits, model(ids).logits)
     restore(copied)
     assert not torch.equal(copied(ids).logits, model(ids).logits)
+
+
+@torch.no_grad()
+def test_more_positions_than_memory_holds(make_folder: MakeFolder, load_trainer: Load, tmp_path: Path) -> None:
+    """Tables reach as far as the engine's context and the trainer's sequences, whatever `config.json` states."""
+    folder = tmp_path / "long"
+    shutil.copytree(make_folder("Llama", torch.bfloat16), folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 10**9}))
+    sequences = ragged(8)
+    fingerprints = set()
+    for length in (513, 2000):
+        with start(folder, max_model_len=length) as llm:
+            expected = engine_logprobs(llm, sequences)
+            fingerprints.add(llm.engine.fingerprint)
+    assert len(fingerprints) == 1
+    model = load_trainer(folder).eval()
+    adopt(model)
+    for sequence, logprob in zip(sequences[::-1], expected[::-1], strict=True):  # the longest comes last
+        batch = {"input_ids": torch.tensor([sequence])}
+        assert same(trainer_logprobs(model, batch, [sequence]), [logprob])
+
+
+def test_a_longer_sequence_between_a_checkpointed_forward_and_its_backward(
+    make_folder: MakeFolder, load_trainer: Load
+) -> None:
+    model = load_trainer(make_folder("Llama", torch.float32)).train()
+    adopt(model)
+    checkpoint_activations(model, False)
+    short, long = torch.tensor([ragged()[15]]), torch.tensor([ragged()[0]])
+    loss = model(short).logits.square().mean()
+    model(long)
+    loss.backward()
+    assert model.model.embed_tokens.weight.grad.isfinite().all()
 
 
 class TestRestore:

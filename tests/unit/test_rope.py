@@ -11,7 +11,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from tokenspeed.layers.context import LayerContext
-from tokenspeed.layers.rope import RopeScaling, RotaryEmbedding, cos_sin_table, inverse_frequencies
+from tokenspeed.layers.rope import (
+    CERTIFIED_POSITIONS,
+    RopeScaling,
+    RotaryEmbedding,
+    cos_sin_table,
+    inverse_frequencies,
+)
 from tokenspeed.models.config import ConfigFields
 from tokenspeed.models.rope_config import read_rope
 
@@ -112,3 +118,39 @@ def test_on_a_cpu_both_values_are_one() -> None:
         rotary.allocate(torch.device("cpu"))
         tables.append(rotary.table)
     assert torch.equal(*tables)
+
+
+@pytest.mark.parametrize("rotary_dim", [2, 6, 64])
+def test_a_row_is_the_same_whatever_the_other_rows(rotary_dim: int) -> None:
+    scaling = RopeScaling(theta=5e5)
+    whole = cos_sin_table(scaling, rotary_dim, 20_011)
+    for count in (1, 7, 16, 1001, 20_010):
+        assert torch.equal(cos_sin_table(scaling, rotary_dim, count), whole[:count])
+    for step in (2, 3, 16):
+        assert torch.equal(cos_sin_table(scaling, rotary_dim, range(0, 20_011, step)), whole[::step])
+
+
+def test_a_table_covers_what_an_engine_serves() -> None:
+    """A billion positions are no reason for a table of a billion rows; what is certified is the model's, not the
+    engine's, and reaches over the whole context."""
+    certified = []
+    for served in (100, 3000):
+        rotary = RotaryEmbedding(LayerContext(torch.float32), RopeScaling(), 4, 10**9)
+        rotary.limit_context(served)
+        rotary.allocate(torch.device("cpu"))
+        assert rotary.table is not None
+        assert torch.equal(rotary.table, cos_sin_table(RopeScaling(), 4, served))
+        certified += [table for _, table in rotary.tables()]
+    assert torch.equal(*certified)
+    assert CERTIFIED_POSITIONS // 2 < len(certified[0]) <= CERTIFIED_POSITIONS
+    last = 10**9 - 1 - (10**9 - 1) % (-(-(10**9) // CERTIFIED_POSITIONS))
+    assert torch.equal(certified[0][-1:], cos_sin_table(RopeScaling(), 4, range(last, last + 1)))
+
+
+def test_a_limit_beyond_the_context_changes_nothing() -> None:
+    rotary = RotaryEmbedding(LayerContext(torch.float32), RopeScaling(), 4, 50)
+    rotary.limit_context(80)
+    rotary.allocate(torch.device("cpu"))
+    ((_, certified),) = rotary.tables()
+    assert torch.equal(rotary.table, certified)
+    assert len(certified) == 50

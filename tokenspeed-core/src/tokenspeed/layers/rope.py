@@ -84,19 +84,28 @@ def _pair_with_rotations(rotations: float, scaling: RopeScaling, rotary_dim: int
 
 
 def cos_sin_table(
-    scaling: RopeScaling, rotary_dim: int, positions: int, device: torch.device | str = "cpu"
+    scaling: RopeScaling, rotary_dim: int, positions: int | range, device: torch.device | str = "cpu"
 ) -> torch.Tensor:
-    """fp32[positions, rotary_dim], computed on `device`: cosines in the first half of a row, sines in the second."""
+    """fp32[positions, rotary_dim], computed on `device`: cosines in the first half of a row, sines in the second.
+
+    `positions` are the first so many, or a range of them. A row's bits do not depend on which others are asked for.
+    """
+    wanted = range(positions) if isinstance(positions, int) else positions
     frequencies = inverse_frequencies(scaling, rotary_dim, device)
-    angles = torch.outer(torch.arange(positions, dtype=torch.float32, device=device), frequencies)
+    index = torch.arange(wanted.start, wanted.stop, wanted.step, dtype=torch.int64, device=device)
+    angles = torch.outer(index.to(torch.float32), frequencies)
     return torch.cat((angles.cos(), angles.sin()), dim=-1) * scaling.attention_factor
+
+
+CERTIFIED_POSITIONS = 1 << 18
+"""Most rows of a table that a certificate reads; of a model with a longer context, evenly spread ones."""
 
 
 class RotaryEmbedding(WeightLayer):
     """Rotates queries and keys by their positions; one instance serves all layers of a model.
 
     The first `rotary_dim` features of a head are rotated, or all of them: with `interleaved` neighbours (2i, 2i+1),
-    else features half as far apart.
+    else features half as far apart. `max_positions` is the model's longest context; the table covers `positions`.
     """
 
     def __init__(
@@ -115,18 +124,27 @@ class RotaryEmbedding(WeightLayer):
         self.scaling = scaling
         self.rotary_dim = rotary_dim or head_dim
         self.max_positions = max_positions
+        self.positions = max_positions
         self.rope = ctx.operator(
             "rope.apply", dtypes={"x": ctx.dtype}, facts={"head_dim": head_dim, "rotary_dim": self.rotary_dim}
         )
         self.table: torch.Tensor | None = None
 
+    def limit_context(self, tokens: int) -> None:
+        self.positions = min(tokens, self.max_positions)
+
     def allocate(self, device: torch.device) -> None:
-        made_on = device if self.on_device else torch.device("cpu")
-        self.table = cos_sin_table(self.scaling, self.rotary_dim, self.max_positions, made_on).to(device)
+        self.table = self._table(range(self.positions), device)
 
     def tables(self) -> Iterator[tuple[str, torch.Tensor]]:
+        # Of the model's whole context: an engine with room for less of it computes the same bits.
         if self.table is not None:
-            yield "table", self.table
+            step = -(-self.max_positions // CERTIFIED_POSITIONS)
+            yield "table", self._table(range(0, self.max_positions, step), self.table.device)
+
+    def _table(self, positions: range, device: torch.device) -> torch.Tensor:
+        made_on = device if self.on_device else torch.device("cpu")
+        return cos_sin_table(self.scaling, self.rotary_dim, positions, made_on).to(device)
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """q [T,Hq,D] and k [T,Hkv,D], rotated."""

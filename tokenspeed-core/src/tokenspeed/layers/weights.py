@@ -76,6 +76,9 @@ class WeightLayer(nn.Module):
         """What a trainer's model may hold in the place of `checkpoint_tensors`, by name."""
         yield from ()
 
+    def limit_context(self, tokens: int) -> None:
+        """Make tables, if this layer has any, for contexts of at most `tokens` tokens. Called before `allocate`."""
+
     def allocate(self, device: torch.device) -> None:
         """Give the parameters memory (uninitialised) on `device`; constant tables are computed here."""
         for name, parameter in list(self.named_parameters(recurse=False)):
@@ -83,8 +86,8 @@ class WeightLayer(nn.Module):
                 setattr(self, name, nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=False))
 
     def tables(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Constant tables that this layer computed at start, by attribute. They come from the host's math library, so
-        they are part of what determines the bits, as weights are."""
+        """Constant tables of this layer, by attribute, for the certificate. They come from the host's math library, so
+        they are part of what determines the bits, as weights are. They are the same whatever `limit_context` said."""
         yield from ()
 
     def prepare_weights(self) -> None:

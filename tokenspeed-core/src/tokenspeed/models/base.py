@@ -74,13 +74,19 @@ class CausalLM(nn.Module):
         return {name: bundle for prefix, layer in self.weight_layers() for name, bundle in layer.bundles(prefix)}
 
     def tables(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Constant tables that layers computed at start (rotary angles), by their name in the model."""
+        """Constant tables that layers compute (rotary angles), by their name in the model, for the certificate."""
         for prefix, layer in self.weight_layers():
             yield from ((f"{prefix}.{name}", table) for name, table in layer.tables())
 
     def ignores(self, name: str) -> bool:
         """Whether a checkpoint may hold tensor `name` without the model using it."""
         return any(re.search(pattern, name) for pattern in self.ignored_tensors)
+
+    def limit_context(self, tokens: int) -> None:
+        """Let layers make their tables for contexts of at most `tokens` tokens: what an engine serves may be less than
+        `max_positions`. Call it before `allocate`."""
+        for _, layer in self.weight_layers():
+            layer.limit_context(tokens)
 
     def allocate(self, device: torch.device | str = "cpu") -> None:
         """Give every layer that has no memory yet its memory, uninitialised."""

@@ -127,6 +127,7 @@ def examine(config: EngineConfig, machine: Machine | None = None, *, weights: bo
             sizes = _choose_sizes(config, machine, built, problems)
             recording = _plan_recording(config, machine, selection, sizes)
             store_as_kernels_read(built.model, selection.choices)
+            built.model.limit_context(sizes.max_model_len)
             if weights and not (weight_format(checkpoint) and selection.problems):
                 _check_weights(checkpoint, built, problems)
             found = replace(found, built=built, selection=selection, sizes=sizes, recording=recording)

@@ -91,6 +91,7 @@ def rebuild(prepared: Prepared) -> CausalLM:
     context = LayerContext(old.dtype, old.switches, old.features, old.traits, weight_format=old.weight_format)
     model = build_model(prepared.checkpoint, prepared.plan.profile, context)
     store_as_kernels_read(model, prepared.plan.choices)
+    model.limit_context(prepared.sizes.max_model_len)
     prepared.plan.bind(context.operations)
     return model
 

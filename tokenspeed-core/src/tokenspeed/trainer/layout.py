@@ -20,14 +20,16 @@ class Layout:
     """Indices of one forward pass over B rows of S query columns and L key columns (L > S when a cache is read).
 
     `position_ids` int64[B,S] (0 for padding). `query_rows` int64[Tq] are the tokens among B*S rows and `key_rows`
-    int64[Tk] those among B*L, both sequence after sequence; None where that is every row in order. The others are the
-    arguments of `cache.write` and `attention.paged` over a cache of `pages` pages made for this pass.
+    int64[Tk] those among B*L, both sequence after sequence; None where that is every row in order. `longest` is the
+    length of the longest sequence. The others are the arguments of `cache.write` and `attention.paged` over a cache of
+    `pages` pages made for this pass.
     """
 
     position_ids: torch.Tensor
     query_rows: torch.Tensor | None
     key_rows: torch.Tensor | None
     key_columns: int
+    longest: int
     query_starts: torch.Tensor
     context_lens: torch.Tensor
     page_tables: torch.Tensor
@@ -100,6 +102,7 @@ def make_layout(
         query_rows=_rows(query_rows, batch * columns, device),
         key_rows=_rows(key_rows, real.size, device),
         key_columns=past + columns,
+        longest=longest,
         query_starts=_ints(np.concatenate(([0], np.cumsum(counts))), device),
         context_lens=_ints(lengths, device),
         page_tables=_ints(first_page[:, None] + np.arange(width), device),

@@ -9,6 +9,7 @@ import torch
 
 from tokenspeed.layers.mla import LatentShape
 from tokenspeed.trainer import operators
+from tokenspeed.trainer.angles import Angles
 from tokenspeed.trainer.layout import Layout
 from tokenspeed.trainer.modules import cache_of, layout_of, through_cache
 
@@ -17,7 +18,7 @@ from tokenspeed.trainer.modules import cache_of, layout_of, through_cache
 class LatentPlan:
     """For a latent attention layer: the kernels of its operators, and what the engine's layer knows.
 
-    `table` holds the rotary angles, fp32[positions,rope]; `lora_scales` multiply queries and latent, if any.
+    `lora_scales` multiply queries and latent, if any.
     """
 
     rope: str
@@ -27,7 +28,7 @@ class LatentPlan:
     expand: str
     shape: LatentShape
     scale: float
-    table: torch.Tensor
+    angles: Angles
     interleaved: bool
     lora_scales: tuple[float, float] | None
 
@@ -69,7 +70,7 @@ def queries_and_entries(
     q_nope, q_rope = torch.split(q.view(batch * columns, shape.num_heads, -1), [shape.nope_dim, shape.rope_dim], dim=-1)
     compressed = self.kv_a_proj_with_mqa(hidden_states).flatten(0, 1)
     latent, k_rope = torch.split(compressed, [shape.kv_lora_rank, shape.rope_dim], dim=-1)
-    positions, table = layout.position_ids.flatten(), plan.table.to(q.device)
+    positions, table = layout.position_ids.flatten(), plan.angles.table(layout.longest, q.device)
     q_rope, k_rope = operators.rope(q_rope, k_rope.unsqueeze(1), positions, table, plan.interleaved, plan.rope)
     latent = self.kv_a_layernorm(latent)
     if plan.lora_scales is not None:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from tokenspeed.trainer import operators
+from tokenspeed.trainer.angles import Angles
 from tokenspeed.trainer.layout import Layout, make_layout
 
 LAYOUT = "tokenspeed_layout"
@@ -36,14 +37,14 @@ class DecoderPlan:
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """For an attention layer. `window` as in `attention.paged`; `table` holds the rotary angles, fp32[positions,D]."""
+    """For an attention layer. `window` as in `attention.paged`."""
 
     rope: str
     write: str
     attend: str
     scale: float
     window: int
-    table: torch.Tensor
+    angles: Angles
     interleaved: bool
 
 
@@ -87,7 +88,7 @@ def attention_forward(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> 
     )
     if hasattr(self, "q_norm"):
         q, k = self.q_norm(q), self.k_norm(k)
-    table = plan.table.to(q.device)
+    table = plan.angles.table(layout.longest, q.device)
     q, k = operators.rope(q, k, layout.position_ids.flatten(), table, plan.interleaved, plan.rope)
     if (cache := cache_of(kwargs)) is not None:
         k, v = through_cache(cache, k, v, batch, self.layer_idx, layout)

@@ -13,6 +13,7 @@ import torch
 
 from tokenspeed.layers.sparse import IndexShape
 from tokenspeed.trainer import operators
+from tokenspeed.trainer.angles import Angles
 from tokenspeed.trainer.layout import Layout
 from tokenspeed.trainer.mla import LatentPlan, compress_queries, project_sums, queries_and_entries
 from tokenspeed.trainer.modules import LAYOUT, cache_of, layout_of
@@ -28,7 +29,7 @@ class SparsePlan:
 
 @dataclass(frozen=True)
 class IndexerPlan:
-    """For an indexer: kernels, sizes, the epsilon of its norm and its rotary angles, fp32[positions,rotary]."""
+    """For an indexer: kernels, sizes, the epsilon of its norm and its rotary angles."""
 
     norm: str
     rope: str
@@ -37,7 +38,7 @@ class IndexerPlan:
     choose: str
     shape: IndexShape
     norm_eps: float
-    table: torch.Tensor
+    angles: Angles
     interleaved: bool
 
 
@@ -91,7 +92,7 @@ def indexer_forward(self: Any, hidden_states: torch.Tensor, q_resid: torch.Tenso
     k = operators.layer_norm(
         self.wk(hidden_states).flatten(0, 1), self.k_norm.weight, self.k_norm.bias, plan.norm_eps, plan.norm
     )
-    positions, table = layout.position_ids.flatten(), plan.table.to(q.device)
+    positions, table = layout.position_ids.flatten(), plan.angles.table(layout.longest, q.device)
     q, k = operators.rope(q, k.unsqueeze(1), positions, table, plan.interleaved, plan.rope)
     k = k.squeeze(1)
     if (cache := kwargs.get("cache")) is not None:

@@ -7,10 +7,9 @@ its arithmetic is unknown.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import nn
 
 from tokenspeed.kernels.spec import KernelSpec, Need
@@ -25,6 +24,7 @@ from tokenspeed.layers.rope import RotaryEmbedding
 from tokenspeed.layers.sparse import Indexer, SparseLatentAttention
 from tokenspeed.models.base import CausalLM
 from tokenspeed.trainer import mla, modules, moe, sparse
+from tokenspeed.trainer.angles import Angles
 
 _ENGINE_NAMES = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
@@ -39,6 +39,11 @@ class Twin:
 
     model: CausalLM
     choices: Mapping[Need, KernelSpec]
+    _angles: dict[RotaryEmbedding, Angles] = field(default_factory=dict)
+
+    def angles(self, rotary: RotaryEmbedding) -> Angles:
+        """The angles of a rotary embedding: one table for all layers that share it."""
+        return self._angles.setdefault(rotary, Angles(rotary.scaling, rotary.rotary_dim))
 
     def kernel(self, operation: Operation) -> str:
         """The name of a call site's kernel."""
@@ -103,7 +108,7 @@ def _attention(module: Any, layer: SelfAttention, twin: Twin) -> modules.Attenti
         attend=twin.kernel(attention.attend),
         scale=attention.scale,
         window=attention.window,
-        table=_angles(rotary),
+        angles=twin.angles(rotary),
         interleaved=rotary.interleaved,
     )
 
@@ -118,7 +123,7 @@ def _latent_attention(module: Any, layer: LatentAttention, twin: Twin) -> mla.La
         expand=twin.kernel(layer.kv_b_proj.expand),
         shape=layer.shape,
         scale=layer.scale,
-        table=_angles(layer.rotary),
+        angles=twin.angles(layer.rotary),
         interleaved=layer.rotary.interleaved,
         lora_scales=layer.lora_scales,
     )
@@ -141,7 +146,7 @@ def _indexer(module: Any, layer: Indexer, twin: Twin) -> sparse.IndexerPlan:
         choose=twin.kernel(layer.choose),
         shape=layer.shape,
         norm_eps=layer.k_norm.eps,
-        table=_angles(layer.rotary),
+        angles=twin.angles(layer.rotary),
         interleaved=layer.rotary.interleaved,
     )
 
@@ -149,13 +154,6 @@ def _indexer(module: Any, layer: Indexer, twin: Twin) -> sparse.IndexerPlan:
 def _no_dropout(module: Any) -> None:
     if module.attention_dropout:
         raise ValueError(f"attention_dropout is {module.attention_dropout}; the engine drops nothing out, set it to 0")
-
-
-def _angles(rotary: RotaryEmbedding) -> torch.Tensor:
-    if rotary.table is None:  # one instance serves all layers
-        rotary.allocate(torch.device("cpu"))
-    assert rotary.table is not None
-    return rotary.table
 
 
 def _router(_module: Any, layer: Router, twin: Twin) -> moe.RouterPlan:

@@ -22,6 +22,7 @@ from tokenspeed.engine.kv_cache import pages_for
 from tokenspeed.engine.options import EngineOptions
 from tokenspeed.engine.runner import Model, Observer
 from tokenspeed.engine.sampler import SamplingOperators
+from tokenspeed.errors import ConfigError
 from tokenspeed.layers.context import Operation
 from tokenspeed.models.base import CausalLM
 from tokenspeed.numerics.certificate import Certificate
@@ -68,6 +69,9 @@ class Lab:
         prepared = startup.prepare(config)
         self.config = config
         self.plan: Plan = prepared.plan
+        # Scripts have contexts of their own, which may be longer than what an engine of this configuration serves.
+        self._context = min(max(LONGEST, prepared.sizes.max_model_len), prepared.built.model.max_positions)
+        prepared.built.model.limit_context(self._context)
         self.certificate: Certificate = startup.load(prepared, progress, rehash=rehash)
         self.model: CausalLM = prepared.built.model
         self.operations: list[Operation] = prepared.built.context.operations
@@ -121,7 +125,12 @@ class Lab:
         runs in a graph calls no operator that could be watched.
         """
         setup = script.setup
-        longest = max(len(item.prompt) + (item.params.max_tokens or 0) for item in script.items()) + 1
+        tokens = max(len(item.prompt) + (item.params.max_tokens or 0) for item in script.items())
+        if tokens > self._context:
+            raise ConfigError(
+                f"a script of the verification has a context of {tokens} tokens, the model's ends at {self._context}"
+            )
+        longest = tokens + 1
         pages = pages_needed(script) if setup.pages is None else setup.pages
         buckets = tuple(Bucket(rows, pages_for(longest)) for rows in setup.bucket_rows)
         options = replace(
