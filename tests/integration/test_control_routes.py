@@ -55,6 +55,7 @@ def test_pause_abort_returns_partial_output_and_refuses_until_resume(
         assert choice["finish_reason"] == "abort"
         assert 0 < len(choice["token_ids"]) < 400
     assert http.get("/is_paused").json() == {"is_paused": True}
+    assert http.get("/readiness").json()["error"]["reason"] == "paused"
     refused = http.post("/v1/completions", json={**LONG, "max_tokens": 1})
     assert refused.status_code == 503
     assert refused.json()["error"]["type"] == "ServiceUnavailableError"

@@ -158,7 +158,7 @@ def _check_engine_death(server: Any) -> None:
         assert streamed[0] == 200
         assert '"error"' in streamed[1]
         assert streamed[1].endswith("data: [DONE]\n\n")
-        for path in ("/health", "/ping", "/liveness", "/health_generate"):
+        for path in ("/health", "/ping", "/liveness", "/readiness", "/health_generate"):
             assert http.get(path).status_code == 503
         control = {"authorization": "Bearer ctl"}
         refused = [http.post("/v1/completions", json=LONG, headers=key)]
@@ -189,6 +189,8 @@ def test_a_drain_finishes_what_runs_and_a_second_signal_ends_it(start_server: An
             while "draining" not in server.output():
                 time.sleep(0.01)
             assert http.get("/health").status_code == 503
+            assert http.get("/readiness").json()["error"]["reason"] == "draining"
+            assert http.get("/liveness").status_code == 200
             refused = http.post("/v1/completions", json=LONG)
             assert refused.status_code == 503
             assert refused.json()["error"]["reason"] == "draining"

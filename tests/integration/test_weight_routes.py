@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -67,6 +69,32 @@ def test_update_from_disk_and_back(own: httpx.Client, model_dir: Path, changed: 
     assert generated["meta_info"]["weight_version"] == "17"
     assert own.post("/update_weights", json={"weight_dir": str(model_dir)}).json()["system_fingerprint"] == old[2]
     assert reply(own) == old
+
+
+def test_probes_answer_while_weights_load(own_server: Any, own: httpx.Client, model_dir: Path) -> None:
+    """The engine is held in the middle of an exchange; its process lives, and new requests would wait."""
+    for path in ("/liveness", "/readiness", "/health"):
+        assert own.get(path).status_code == 200
+    counters = {line for line in own.get("/metrics").text.splitlines() if line.startswith("tokenspeed:generation")}
+    with httpx.Client(base_url=own_server.url, timeout=60) as other, ThreadPoolExecutor(1) as pool:
+        os.kill(own_server.engine_pid(), signal.SIGSTOP)
+        try:
+            exchange = pool.submit(other.post, "/update_weights", json={"weight_dir": str(model_dir)})
+            deadline = time.monotonic() + 20
+            while (ready := own.get("/readiness")).status_code == 200:
+                assert time.monotonic() < deadline
+            assert ready.status_code == 503
+            assert ready.json()["error"]["reason"] == "loading"
+            started = time.monotonic()
+            assert own.get("/liveness").json() == {"status": "alive"}
+            assert own.get("/health").status_code == 200
+            assert time.monotonic() - started < 1
+            assert counters <= set(own.get("/metrics").text.splitlines())
+            assert not exchange.done()
+        finally:
+            os.kill(own_server.engine_pid(), signal.SIGCONT)
+        assert exchange.result(60).status_code == 200
+    assert own.get("/readiness").json() == {"status": "ready"}
 
 
 def test_a_failing_update_changes_nothing(own: httpx.Client, changed: Path) -> None:

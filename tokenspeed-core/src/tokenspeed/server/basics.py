@@ -8,7 +8,6 @@ from typing import Any
 from fastapi import Response
 
 from tokenspeed import __version__
-from tokenspeed.errors import EngineDead
 from tokenspeed.server.chat import read_messages
 from tokenspeed.server.errors import ApiError, JsonResponse
 from tokenspeed.server.metrics import CONTENT_TYPE
@@ -17,7 +16,9 @@ from tokenspeed.server.routes import ServiceDep, router
 from tokenspeed.server.service import Service
 
 routes = router(tags=["server"])
-LIVENESS_SECONDS = 20.0
+
+STATS_SECONDS = 2.0
+"""How long `/metrics` waits for an engine that is between two steps, or loads weights, before it repeats itself."""
 
 
 @routes.get("/v1/models")
@@ -64,10 +65,7 @@ async def detokenize(body: DetokenizeRequest, service: ServiceDep) -> Response:
 @routes.api_route("/health", methods=["GET", "HEAD"])
 async def health(service: ServiceDep) -> Response:
     """200 while the engine lives and accepts requests, else 503."""
-    if service.client.dead is not None:
-        raise ApiError(503, f"EngineDead: {service.client.dead}", reason="engine_dead")
-    if service.draining:
-        raise ApiError(503, "the server is shutting down", reason="draining")
+    service.check_accepting()
     return Response()
 
 
@@ -80,19 +78,22 @@ async def ping(service: ServiceDep) -> Response:
 
 @routes.get("/liveness")
 async def liveness(service: ServiceDep) -> Response:
-    """A no-op through the engine's loop, for Kubernetes; 503 when it does not answer."""
-    await service.check_alive(LIVENESS_SECONDS)
+    """200 while the engine's process lives, else 503. Answered at once, whatever the engine is doing."""
+    service.check_alive()
     return JsonResponse({"status": "alive"})
+
+
+@routes.get("/readiness")
+async def readiness(service: ServiceDep) -> Response:
+    """200 while new requests are computed; 503 with the reason while weights are loading, paused or shutting down."""
+    service.check_ready()
+    return JsonResponse({"status": "ready"})
 
 
 @routes.get("/metrics")
 async def metrics(service: ServiceDep) -> Response:
-    """Prometheus metrics."""
-    try:
-        stats = await service.client.stats()
-    except EngineDead:
-        stats = {}
-    return Response(service.metrics.render(stats), media_type=CONTENT_TYPE)
+    """Prometheus metrics; those of the engine as it last told them, while it is too busy to answer."""
+    return Response(service.metrics.render(await service.stats(STATS_SECONDS)), media_type=CONTENT_TYPE)
 
 
 @routes.get("/numerics")

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from tokenspeed.engine.wire import EngineInfo
+from tokenspeed.errors import EngineDead
 from tokenspeed.server.client import EngineClient
 from tokenspeed.server.errors import ApiError
 from tokenspeed.server.generation import Generation
@@ -46,6 +47,8 @@ class Service:
         self.draining = False
         self.is_paused = False
         self._refusing: str | None = None
+        self._exchanges = 0
+        self._stats: dict[str, Any] = {}
         self._engine_ids: defaultdict[str, set[str]] = defaultdict(set)
 
     @property
@@ -66,12 +69,28 @@ class Service:
             raise ApiError(404, f"The model `{name[:200]}` does not exist.", param="model", reason="model_not_found")
         return name
 
-    def admit(self, samples: int) -> None:
-        """Raises ApiError 503 when nothing new may start now, or not so much."""
+    def check_alive(self) -> None:
+        """Raises ApiError 503 when the engine's process has ended."""
         if self.client.dead is not None:
             raise ApiError(503, f"EngineDead: {self.client.dead}", reason="engine_dead")
+
+    def check_accepting(self) -> None:
+        """Raises ApiError 503 when there is no engine, or soon none."""
+        self.check_alive()
         if self.draining:
             raise ApiError(503, "the server is shutting down", reason="draining")
+
+    def check_ready(self) -> None:
+        """Raises ApiError 503 when a new request would be refused, or would wait for more than its turn."""
+        self.check_accepting()
+        if self.is_paused:
+            raise ApiError(503, self._refusing or "the server is paused; resume it first", reason="paused")
+        if self._exchanges:
+            raise ApiError(503, "the engine is loading new weights; requests wait until it has", reason="loading")
+
+    def admit(self, samples: int) -> None:
+        """Raises ApiError 503 when nothing new may start now, or not so much."""
+        self.check_accepting()
         if self._refusing is not None:
             raise ApiError(503, self._refusing, reason="paused")
         if self.client.in_flight + samples > self.limits.max_in_flight:
@@ -138,7 +157,11 @@ class Service:
 
         Raises RequestError when the engine refuses; nothing has changed then.
         """
-        found = await self.client.call(method, **arguments)
+        self._exchanges += 1
+        try:
+            found = await self.client.call(method, **arguments)
+        finally:
+            self._exchanges -= 1
         self.client.info = msgspec.structs.replace(
             self.info,
             weight_version=found["weight_version"],
@@ -148,14 +171,15 @@ class Service:
         self.metrics.numerics_changed(_labels(self.info))
         return self.info
 
-    async def check_alive(self, timeout_seconds: float) -> None:
-        """A no-op through the engine's loop. Raises EngineDead, or ApiError 503 when the loop does not answer."""
+    async def stats(self, timeout_seconds: float) -> dict[str, Any]:
+        """The engine's counters and gauges, the last ones when it does not answer in time; none when it is dead."""
         try:
-            await self.client.call("ping", timeout_seconds)
+            self._stats = await self.client.call("stats", timeout_seconds)
+        except EngineDead:
+            self._stats = {}
         except TimeoutError:
-            raise ApiError(
-                503, f"the engine did not answer within {timeout_seconds:g} s", reason="engine_stuck"
-            ) from None
+            pass
+        return self._stats
 
 
 def _labels(info: EngineInfo) -> dict[str, str]:
