@@ -12,12 +12,15 @@ from pathlib import Path
 import pytest
 
 PREAMBLE = """
-from tokenspeed import KernelSpec, ModelProfile, Priority, hookimpl, trait_table
+from tokenspeed import KernelSpec, MachineRequirement, ModelProfile, Priority, hookimpl, trait_table
 
 def kernel(name, operator="gemm.linear", target="nowhere:linear", **more):
     roles = {"norm.rms": ("x",), "cache.write": ("x", "kv")}.get(operator, ("x", "weight"))
     more.setdefault("signatures", ({role: "bfloat16" for role in roles},))
     return KernelSpec(name, operator, "test", target, **more)
+
+def on(**machine):
+    return [kernel("a", machine=MachineRequirement(**machine))]
 """
 
 

@@ -105,6 +105,38 @@ BAD = {
         "signature names wieght; gemm.linear has the dtype roles weight, x",
     ),
     "no-signature": ("@hookimpl\ndef tokenspeed_kernels(): return [kernel('a', signatures=())]", "no dtype signatures"),
+    "dtype-word": (
+        "@hookimpl\ndef tokenspeed_kernels(): return [kernel('a', signatures=({'x': 'bf16', 'weight': 'bfloat16'},))]",
+        "unknown dtype 'bf16'; did you mean bfloat16?",
+    ),
+    "dtype-as-number": (
+        "@hookimpl\ndef tokenspeed_kernels(): return [kernel('a', signatures=({'x': 3, 'weight': 'float16'},))]",
+        "unknown dtype 3; known are bfloat16, bool, float16",
+    ),
+    "device-word": (
+        "@hookimpl\ndef tokenspeed_kernels(): return on(device='gpu')",
+        "unknown device 'gpu'; known are cpu, cuda",
+    ),
+    "arch-as-text": (
+        "@hookimpl\ndef tokenspeed_kernels(): return on(arch='x86_64')",
+        "arch is 'x86_64', not a frozenset of names",
+    ),
+    "arch-word": (
+        "@hookimpl\ndef tokenspeed_kernels(): return on(arch=frozenset({'x86-64'}))",
+        "unknown arch 'x86-64'; did you mean x86_64?",
+    ),
+    "gpu-arch-word": (
+        "@hookimpl\ndef tokenspeed_kernels(): return on(device='cuda', arch=frozenset({'sm_90'}))",
+        "unknown arch 'sm_90'; a GPU's is written as sm90",
+    ),
+    "isa-word": (
+        "@hookimpl\ndef tokenspeed_kernels(): return on(isa=frozenset({'avx-512f'}))",
+        "unknown isa 'avx-512f'; did you mean avx512f?",
+    ),
+    "library-word": (
+        "@hookimpl\ndef tokenspeed_kernels(): return on(libraries=frozenset({'flashinfer-python'}))",
+        "unknown library 'flashinfer-python'; known are flashinfer, numpy, torch, triton",
+    ),
     "features-as-text": (
         "@hookimpl\ndef tokenspeed_kernels(): return [kernel('a', features='batch_invariant')]",
         "features is 'batch_invariant', not a frozenset",

@@ -6,6 +6,7 @@ import itertools
 from typing import Any
 
 import pytest
+import torch
 
 from tokenspeed.errors import PluginError
 from tokenspeed.kernels.operators import OPERATORS
@@ -13,6 +14,7 @@ from tokenspeed.kernels.registry import KernelRegistry, dtype_roles
 from tokenspeed.kernels.select import Pins, Selection, select, spell_priority
 from tokenspeed.kernels.spec import (
     BATCH_INVARIANT,
+    DTYPES,
     KernelSpec,
     MachineRequirement,
     Need,
@@ -131,6 +133,10 @@ def test_facts_that_a_kernel_does_not_restrict_are_free() -> None:
 
 def test_required_features_are_a_subset() -> None:
     assert run([INVARIANT], spec("a", features=[BATCH_INVARIANT, "more"])).choices[INVARIANT].name == "a"
+
+
+def test_dtypes_are_called_as_torch_calls_them() -> None:
+    assert all(isinstance(getattr(torch, name), torch.dtype) for name in DTYPES)
 
 
 def test_one_of_several_signatures_is_enough() -> None:

@@ -21,7 +21,14 @@ from tokenspeed.errors import ConfigError
 _CPU_FLAGS = {"avx2": "avx2", "fma": "fma", "avx512f": "avx512f", "avx512bw": "avx512bw", "avx512_bf16": "avx512_bf16"}
 _CPU_FLAGS |= {"amx_bf16": "amx_bf16", "asimd": "neon", "bf16": "neon_bf16"}
 
-_LIBRARIES = ("torch", "triton", "flashinfer", "numpy")
+DEVICES = ("cpu", "cuda")
+ARCHITECTURES = frozenset({"x86_64", "aarch64", "arm64", "ppc64le", "riscv64", "s390x"})
+"""Of CPUs, as the system spells them. A GPU's is `sm` and its compute capability: `sm90`."""
+
+INSTRUCTION_SETS = frozenset(_CPU_FLAGS.values())
+LIBRARIES = ("torch", "triton", "flashinfer", "numpy")
+"""Modules whose versions are looked up."""
+
 _DISTRIBUTION_OF = {"flashinfer": "flashinfer-python"}
 
 
@@ -58,7 +65,7 @@ class Machine:
 def installed_libraries() -> Mapping[str, str]:
     """Versions of the libraries that kernels may require, without importing any of them."""
     found = {}
-    for module in _LIBRARIES:
+    for module in LIBRARIES:
         try:
             found[module] = importlib.metadata.version(_DISTRIBUTION_OF.get(module, module))
         except importlib.metadata.PackageNotFoundError:

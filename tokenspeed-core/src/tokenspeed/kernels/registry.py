@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING
 
 from tokenspeed.errors import PluginError
 from tokenspeed.kernels.operators import OPERATORS, Operator
-from tokenspeed.kernels.spec import FEATURES, WEIGHT_FORMAT, KernelSpec, MachineRequirement, StoredPart
+from tokenspeed.kernels.spec import DTYPES, FEATURES, WEIGHT_FORMAT, KernelSpec, MachineRequirement, StoredPart
+from tokenspeed.machine import ARCHITECTURES, DEVICES, INSTRUCTION_SETS, LIBRARIES
 from tokenspeed.testing.names import waiver_faults
 
 if TYPE_CHECKING:
     from tokenspeed.plugins import PluginHost, PluginReport
 
 _TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+_GPU_ARCHITECTURE = re.compile(r"sm\d{2,3}")
 
 
 class KernelRegistry:
@@ -92,9 +94,7 @@ def spec_faults(spec: object) -> list[str]:
         ]
     if not (isinstance(spec.name, str) and spec.name):
         return ["a kernel has no name"]
-    faults = [*_operator_faults(spec), *_target_faults(spec), *_table_faults(spec)]
-    if not isinstance(spec.machine, MachineRequirement):
-        faults.append(f"machine is {spec.machine!r}, not a MachineRequirement")
+    faults = [*_operator_faults(spec), *_target_faults(spec), *_machine_faults(spec.machine), *_table_faults(spec)]
     if not isinstance(spec.priority, int):
         faults.append(f"priority is {spec.priority!r}, not an integer")
     return [f"kernel {spec.name}: {fault}" for fault in faults]
@@ -116,6 +116,28 @@ def _operator_faults(spec: KernelSpec) -> Iterator[str]:
         elif unknown := signature.keys() - roles:
             known = ", ".join(sorted(roles)) or "none"
             yield f"signature names {', '.join(sorted(unknown))}; {spec.operator} has the dtype roles {known}"
+        else:
+            yield from (fault for dtype in signature.values() for fault in _unknown("dtype", dtype, DTYPES))
+
+
+def _machine_faults(machine: object) -> Iterator[str]:
+    if not isinstance(machine, MachineRequirement):
+        yield f"machine is {machine!r}, not a MachineRequirement"
+        return
+    yield from _unknown("device", machine.device, DEVICES)
+    tables = ("arch", "arch", ARCHITECTURES), ("isa", "isa", INSTRUCTION_SETS), ("libraries", "library", LIBRARIES)
+    for field, noun, known in tables:
+        words = getattr(machine, field)
+        if not isinstance(words, frozenset):
+            yield f"{field} is {words!r}, not a frozenset of names"
+        elif field == "arch" and machine.device == "cuda":
+            yield from (
+                f"unknown arch {word!r}; a GPU's is written as sm90"
+                for word in sorted(map(str, words))
+                if not _GPU_ARCHITECTURE.fullmatch(word)
+            )
+        else:
+            yield from (fault for word in sorted(map(str, words)) for fault in _unknown(noun, word, known))
 
 
 def _target_faults(spec: KernelSpec) -> Iterator[str]:
@@ -138,6 +160,8 @@ def _table_faults(spec: KernelSpec) -> Iterator[str]:
         yield from waiver_faults(spec)
     if not isinstance(spec.stored, tuple) or not all(isinstance(part, StoredPart) for part in spec.stored):
         yield f"stored is {spec.stored!r}, not a tuple of StoredPart"
+    elif unknown := [part for part in spec.stored if part.dtype not in DTYPES]:
+        yield from _unknown("dtype", unknown[0].dtype, DTYPES)
     elif spec.stored and (None in (spec.prepare_weights, spec.quantise) or WEIGHT_FORMAT not in spec.traits):
         yield f"stored needs the trait {WEIGHT_FORMAT}, prepare_weights to read the tensors and quantise to make them"
     if not isinstance(spec.features, frozenset) or not all(isinstance(name, str) for name in spec.features):
@@ -148,6 +172,14 @@ def _table_faults(spec: KernelSpec) -> Iterator[str]:
         yield f"traits is {spec.traits!r}; build it with trait_table()"
     elif (operator := OPERATORS.get(spec.operator)) is not None:
         yield from _misspelt("trait", spec.traits, {*operator.facts, *operator.links})
+
+
+def _unknown(kind: str, word: object, known: Collection[str]) -> Iterator[str]:
+    """A word that nothing else in this release uses, so that the kernel could never be chosen."""
+    if word not in known:
+        near = len(known) > 4 and difflib.get_close_matches(str(word), known, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(sorted(known))}"
+        yield f"unknown {kind} {word!r}; {hint}"
 
 
 def _misspelt(kind: str, names: Iterable[str], known: Collection[str]) -> Iterator[str]:

@@ -34,6 +34,15 @@ PER_REQUEST = "per-request"
 
 TraitValue = str | int
 
+DTYPES = frozenset(
+    {
+        *("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "bool"),
+        *("uint64", "uint32", "uint16", "uint8", "float4_e2m1fn_x2", "float8_e8m0fnu"),
+        *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"),
+    }
+)
+"""Names of dtypes, which are torch's."""
+
 
 class Priority(IntEnum):
     """Bands of preference; add a small offset (0 to 3) inside a band."""
@@ -50,7 +59,8 @@ class MachineRequirement:
     """What a kernel needs of the computer.
 
     `arch` lists accepted architectures (`x86_64`, `aarch64`, `sm90`, …; empty accepts all of the device's), `isa` the
-    instruction sets that must all be present, `libraries` the importable modules that must be installed.
+    instruction sets that must all be present, `libraries` the importable modules that must be installed. The words are
+    those of `tokenspeed.machine`.
     """
 
     device: str = "cpu"
