@@ -492,6 +492,22 @@ def test_logprobs_refuse_an_unknown_order() -> None:
         logprobs(torch.zeros(1, 4), torch.zeros(1, dtype=torch.int64), vocab_shards=2)
 
 
+def test_second_derivatives_of_logprobs() -> None:
+    """As a penalty on the gradient asks for them."""
+
+    ids = torch.tensor([0, 1, 2])
+
+    def second(function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        logits = torch.linspace(-3, 3, 21).view(3, 7).requires_grad_()
+        (first,) = torch.autograd.grad(function(logits).square().sum(), logits, create_graph=True)
+        return torch.autograd.grad(first.square().sum(), logits)[0]
+
+    found = second(lambda logits: logprobs(logits, ids, temperature=0.7))
+    plain = second(lambda logits: torch.log_softmax(logits / 0.7, -1).gather(-1, ids.unsqueeze(-1)))
+    assert plain.abs().max() > 0.1
+    torch.testing.assert_close(found, plain)
+
+
 def test_logprobs_of_the_kernel_that_the_engine_was_told_to_use() -> None:
     logits, ids = torch.randn(64, 5000, generator=torch.Generator().manual_seed(3)), torch.arange(64)
     default = logprobs(logits, ids)

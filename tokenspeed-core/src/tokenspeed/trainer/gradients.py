@@ -75,7 +75,9 @@ def logprobs(grad: torch.Tensor, logits: torch.Tensor, ids: torch.Tensor, temper
     divisor = torch.where(temperature == 0, torch.ones_like(temperature), temperature).unsqueeze(-1)
     wide_grad = grad.masked_fill(ids < 0, 0)
     softmax = torch.softmax(_wide(logits) / divisor, dim=-1)
-    out = softmax.mul_(-wide_grad.sum(-1, keepdim=True))
+    total = -wide_grad.sum(-1, keepdim=True)
+    # As large as the logits, so in place, unless it is kept for a second derivative.
+    out = softmax * total if softmax.requires_grad else softmax.mul_(total)
     out.scatter_add_(-1, ids.clamp_min(0), wide_grad.to(out.dtype))
     return out.div_(divisor).to(logits.dtype)
 
