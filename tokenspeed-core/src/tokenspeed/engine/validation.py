@@ -16,6 +16,7 @@ from tokenspeed.engine.stopping import StopRules
 from tokenspeed.errors import ContextOverflow, RequestError
 
 MAX_N = 1024
+MAX_TEMPERATURE = 1e4
 MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 1024
 MAX_LOGIT_BIAS = 4096
@@ -61,7 +62,7 @@ def validate_prompt(prompt: Sequence[int], params: SamplingParams, limits: Limit
 def validate_params(params: SamplingParams, limits: Limits) -> None:
     """Every parameter in its range."""
     _check_int("n", params.n, 1, MAX_N)
-    _check_float("temperature", params.temperature, 0.0, 1e4)
+    _check_float("temperature", params.temperature, 0.0, MAX_TEMPERATURE)
     _check_int("top_k", params.top_k, -1, 2**31 - 1)
     _check_float("top_p", params.top_p, 0.0, 1.0, open_low=True)
     _check_float("min_p", params.min_p, 0.0, 1.0)

@@ -73,7 +73,7 @@ def adopt(
         raise TypeError(
             f"{type(model).__name__} is no transformers model; adopt the one inside it before it is wrapped"
         )
-    twin, dtype = _plan_twin(model, plugins, kernel or {})
+    twin, dtype = _plan_twin(model, *kernels.read_options(plugins, kernel))
     planned = list(_plan_modules(model, twin))
     _check_weights(model, twin)
     kernels.load(twin.choices.values())

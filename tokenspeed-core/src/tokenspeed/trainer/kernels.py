@@ -7,10 +7,11 @@ here. Names are unique among all installed distributions (the plugin host sees t
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tokenspeed.config import OPTIONS
 from tokenspeed.errors import Problem, StartRefused
 from tokenspeed.kernels.spec import KernelSpec
 
@@ -22,6 +23,17 @@ class LoadedKernel:
     spec: KernelSpec
     run: Callable[..., Any]
     prepare: Callable[[Any], Any] | None
+
+
+def read_options(plugins: object, kernel: object) -> tuple[tuple[str, ...] | None, Mapping[str, str]]:
+    """A trainer's `plugins` and `kernel` as the engine reads its options of these names. Raises ValueError."""
+    read = {}
+    for name, value in (("plugins", plugins), ("kernel", kernel)):
+        try:
+            read[name] = None if value is None else OPTIONS[name].read(value)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+    return read["plugins"], read["kernel"] or {}
 
 
 _loaded: dict[str, LoadedKernel] = {}

@@ -36,22 +36,53 @@ def logprobs(
 
     The numbers that an engine under `rl-bitwise` reports for the same logits, with a gradient. `order` is the engine's
     `--logprob-order` (`torch` for `--trainer transformers`, `megatron`), `vocab_shards` that of
-    `--trainer megatron,vocab-shards=N`. `temperature` 0 counts as 1; a tensor [...] gives one for each row. A negative
-    id gives NaN and no gradient. `plugins` and `kernel` are the engine's options of these names, as in `adopt`. Raises
-    ValueError for another order, StartRefused where no kernel with the promised features is installed.
+    `--trainer megatron,vocab-shards=N`. `temperature` is the engine's too: 0 counts as 1, and a tensor [...] gives one
+    for each row, without a gradient. A negative id gives NaN and no gradient. `plugins` and `kernel` are the engine's
+    options of these names, as in `adopt`. Raises ValueError or TypeError for arguments that mean nothing, StartRefused
+    where no kernel with the promised features is installed.
     """
     trainer = _trainer(order, vocab_shards)
-    pins = tuple(sorted((kernel or {}).items()))
-    numerics, name = _choose(
-        trainer, logits.dtype, logits.device.type, None if plugins is None else tuple(plugins), pins
-    )
+    _check_shapes(logits, ids)
+    divisor = _divisor(temperature, logits, ids)
+    plugins, pins = kernels.read_options(plugins, kernel)
+    numerics, name = _choose(trainer, logits.dtype, logits.device.type, plugins, tuple(sorted(pins.items())))
     vocab = logits.shape[-1]
-    rows = logits.reshape(-1, vocab)
-    divisor = torch.as_tensor(temperature, dtype=torch.float32, device=logits.device).expand(ids.shape)
     out: torch.Tensor = operators.logprobs(
-        rows, ids.reshape(-1, 1), divisor.reshape(-1).contiguous(), order, numerics.logprob_block(vocab), name
+        logits.reshape(-1, vocab),
+        ids.reshape(-1, 1),
+        divisor.reshape(-1).contiguous(),
+        order,
+        numerics.logprob_block(vocab),
+        name,
     )
     return out.view(ids.shape)
+
+
+def _check_shapes(logits: torch.Tensor, ids: torch.Tensor) -> None:
+    if ids.dtype != torch.int64:
+        raise TypeError(f"ids is {ids.dtype}, expected int64")
+    if not logits.ndim or not logits.shape[-1] or logits.shape[:-1] != ids.shape:
+        raise ValueError(
+            f"logits is {list(logits.shape)} and ids {list(ids.shape)}: give logits [...,V] and ids [...], one for "
+            "each row"
+        )
+    if ids.device != logits.device:
+        raise ValueError(f"logits is on {logits.device} and ids on {ids.device}")
+
+
+def _divisor(temperature: float | torch.Tensor, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """fp32, of the shape of `ids`; the values are checked by the operator."""
+    if not isinstance(temperature, torch.Tensor):
+        if isinstance(temperature, bool) or not isinstance(temperature, int | float):
+            raise TypeError(f"temperature is {temperature!r}, expected a number or a tensor")
+        return torch.full(ids.shape, temperature, dtype=torch.float32, device=logits.device)
+    if temperature.requires_grad:
+        raise ValueError("temperature asks for a gradient, and logprobs has one for logits only; detach it")
+    try:
+        return temperature.to(logits.device, torch.float32).expand(ids.shape)
+    except RuntimeError:
+        shapes = f"temperature is {list(temperature.shape)} and ids {list(ids.shape)}"
+        raise ValueError(f"{shapes}: give one temperature for each row, or one for all") from None
 
 
 def _trainer(order: str, vocab_shards: int | None) -> str:
@@ -77,9 +108,8 @@ def _choose(
     )
     numerics = resolution.numerics
     ctx = LayerContext(dtype, numerics.switches, numerics.features, numerics.traits)
-    own = {operator: name for operator, name in pins if operator == LOGPROBS}
     need = ctx.operator(LOGPROBS, dtypes={"logits": dtype}).need
-    selection = select([need], registry, machine, Pins(own))
+    selection = select([need], registry, machine, Pins(dict(pins)))
     if problems := (*resolution.problems, *selection.problems):
         raise StartRefused(problems)
     spec = selection.choices[need]

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from tokenspeed.engine.validation import MAX_TEMPERATURE
 from tokenspeed.kernels.operators import PAGE_SIZE
 from tokenspeed.trainer import gradients
 from tokenspeed.trainer.kernels import loaded
@@ -316,6 +317,15 @@ def experts(
 def logprobs(
     logits: torch.Tensor, ids: torch.Tensor, temperature: torch.Tensor, order: str, block: int, kernel: str
 ) -> torch.Tensor:
-    """Log-probabilities of ids (int64[R,M]) in logits [R,V] after temperature (fp32[R], 0 counts as 1): fp32[R,M]."""
+    """Log-probabilities of ids (int64[R,M]) in logits [R,V] after temperature (fp32[R], 0 counts as 1): fp32[R,M].
+
+    Raises ValueError for an id or a temperature that the engine would not take.
+    """
+    vocab = logits.shape[-1]
+    unknown, wrong = ids >= vocab, ~((temperature >= 0) & (temperature <= MAX_TEMPERATURE))
+    if unknown.any() or wrong.any():
+        if unknown.any():
+            raise ValueError(f"id {int(ids[unknown][0])} is not in the vocabulary of {vocab}")
+        raise ValueError(f"temperature {float(temperature[wrong][0]):g} is out of range, 0 to {MAX_TEMPERATURE:g}")
     out: torch.Tensor = loaded(kernel).run(logits, ids, temperature, order, block)
     return out
