@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from tokenspeed.engine.batch import ForwardBatch
 from tokenspeed.engine.buckets import Bucket
 from tokenspeed.engine.device import CudaDevice, apply_settings, open_device
 from tokenspeed.engine.engine import Engine
@@ -40,7 +41,13 @@ class Recorded(CudaDevice):
 
 
 @pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> Log:
+def thread() -> dict[str, int]:
+    """What CUDA keeps for a thread: its current device."""
+    return {"device": 0}
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch, thread: dict[str, int]) -> Log:
     """Stands in for `torch.cuda`; returns the log of what was called."""
     log: Log = []
 
@@ -68,6 +75,13 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Log:
     def unpinned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         return lambda *args, pin_memory=False, **more: make(*args, **more)  # noqa: ARG005
 
+    @contextmanager
+    def device(index: int) -> Iterator[None]:
+        before, thread["device"] = thread["device"], index
+        log.append(f"enter device {index}")
+        yield
+        thread["device"] = before
+
     current, pools = Stream(), itertools.count(1)
     for name, value in {
         "Event": Event,
@@ -78,8 +92,9 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Log:
         "graph": lambda _graph, pool, **_: entered(f"capture into {pool}"),
         "graph_pool_handle": lambda: f"pool {next(pools)}",
         "synchronize": lambda: log.append("synchronize"),
-        "current_device": lambda: 0,
-        "mem_get_info": lambda: (1 << 30, 4 << 30),
+        "current_device": lambda: thread["device"],
+        "device": device,
+        "mem_get_info": lambda index: ((1 + index) << 30, 4 << 30),
         "empty_cache": lambda: log.append("empty cache"),
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
@@ -137,6 +152,62 @@ def test_a_pool_whose_recordings_are_all_gone_is_not_used_again(cuda: Log) -> No
 def test_memory_that_is_given_back_is_told(cuda: Log) -> None:
     assert CudaDevice().reclaim() == "1.00 of 4.00 GiB are free on the GPU now"
     assert cuda == ["empty cache"]
+
+
+def test_a_device_is_entered_only_where_another_is_current(cuda: Log, thread: dict[str, int]) -> None:
+    thread["device"] = 1
+    device = CudaDevice()
+    with device.current():
+        assert cuda == []
+    thread["device"] = 0
+    with device.current():
+        assert torch.cuda.current_device() == 1
+    assert torch.cuda.current_device() == 0
+    assert cuda == ["enter device 1"]
+    assert device.reclaim() == "2.00 of 4.00 GiB are free on the GPU now"
+
+
+class Where(ContextModel):
+    """Notes the current device of every forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__(61)
+        self.devices: list[int] = []
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        self.devices.append(torch.cuda.current_device())
+        return super().forward(batch)
+
+
+class Staging:
+    """Stands in for the place of new weights; notes the current device."""
+
+    def __init__(self) -> None:
+        self.devices: list[int] = []
+
+    def from_source(self, _source: object) -> None:
+        self.devices.append(torch.cuda.current_device())
+
+
+@pytest.mark.usefixtures("cuda")
+def test_an_engine_computes_on_its_device_whatever_the_thread_has(thread: dict[str, int]) -> None:
+    """A thread that an application starts has device 0, and the engine may have been started on another one."""
+    thread["device"] = 3
+    model, staging = Where(), Staging()
+    options = EngineOptions(
+        max_num_seqs=2, max_num_batched_tokens=8, max_model_len=32, num_pages=4, decode_buckets=(Bucket(2, 2),)
+    )
+    operators = SamplingOperators(sampling.sample, sampling.sample, sampling.logprobs)
+    engine = Engine(model, operators, None, options, None, staging, device=Recorded())  # type: ignore[arg-type]
+    thread["device"] = 0
+    for _ in engine.warm_up():
+        assert torch.cuda.current_device() == 0
+    engine.add(Request(id="a", prompt=[1, 2, 3], params=SamplingParams(max_tokens=4, ignore_eos=True), seed=1))
+    while engine.has_work:
+        engine.step()
+    engine.stage_weights("somewhere")
+    assert set(model.devices) == set(staging.devices) == {3}
+    assert torch.cuda.current_device() == 0
 
 
 @pytest.mark.usefixtures("cuda")

@@ -6,6 +6,8 @@ The device is one where nothing reaches the host unless it is read, and nothing 
 from __future__ import annotations
 
 import dataclasses
+import gc
+import weakref
 from collections.abc import Callable
 
 import msgspec
@@ -153,6 +155,79 @@ def test_a_device_out_of_memory_fails_the_prompt_that_is_too_much() -> None:
     assert results["large"].finish_reason == "error"
     assert results["small"] == dataclasses.replace(alone(small), updates=results["small"].updates)
     assert idle(engine)
+
+
+class Watched(CpuDevice):
+    """Notes, whenever memory is given back, whether `held` is still there."""
+
+    def __init__(self) -> None:
+        self.held: Callable[[], object] = lambda: None
+        self.found: list[object] = []
+
+    def reclaim(self) -> str:
+        self.found.append(self.held())
+        return "told"
+
+
+def test_what_a_step_without_memory_had_allocated_is_free_when_memory_is_told() -> None:
+    device = Watched()
+
+    class Full(ContextModel):
+        def forward(self, batch: ForwardBatch) -> torch.Tensor:
+            allocated = torch.zeros(1000)
+            device.held = weakref.ref(allocated)
+            if len(batch.token_ids) == 1 and self.is_full:
+                raise torch.OutOfMemoryError("tried to allocate 2 GiB")
+            return super().forward(batch)
+
+        is_full = False
+
+    options = EngineOptions(max_num_seqs=2, max_num_batched_tokens=8, max_model_len=96, num_pages=12, ahead=True)
+    model = Full(VOCAB)
+    engine = Engine(model, OPERATORS, None, options, device=device)
+    engine.add(request("a", [3, 4, 5], seed=1, max_tokens=10, ignore_eos=True))
+    engine.step()
+    model.is_full = True
+    gc.disable()
+    try:
+        errors = [update.error for _ in range(4) if engine.has_work for update in engine.step()]
+    finally:
+        gc.enable()
+    assert errors[-1] == "out of memory: tried to allocate 2 GiB; told"
+    # The step that was issued ahead, and the same one when it came again.
+    assert device.found == [None, None]
+
+
+def test_steps_of_the_given_sizes_are_computed_for_nobody() -> None:
+    """The largest with the widest page tables, and every operator that a step may call."""
+    calls: list[tuple[int, ...]] = []
+
+    class Noted(ContextModel):
+        def forward(self, batch: ForwardBatch) -> torch.Tensor:
+            assert not batch.query_starts.any()
+            calls.append((len(batch.token_ids), *batch.page_tables.shape, len(batch.logits_rows)))
+            return super().forward(batch)
+
+        def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+            calls.append((len(hidden),))
+            return super().compute_logits(hidden)
+
+    def sample(logits: torch.Tensor, *columns: torch.Tensor) -> torch.Tensor:
+        assert logits.dtype == torch.float32
+        calls.append(tuple(logits.shape))
+        return OPERATORS.sample(logits, *columns)
+
+    operators = dataclasses.replace(OPERATORS, sample_edited=sample)
+    options = EngineOptions(
+        max_num_seqs=4, max_num_batched_tokens=200, max_model_len=2000, num_pages=130, warm_up_tokens=(1, 65, 300)
+    )
+    engine = Engine(Noted(VOCAB), operators, None, options, device=ApartDevice())
+    assert list(engine.warm_up()) == [(1, 3), (2, 3), (3, 3)]
+    assert calls == [
+        *[(200, 4, 125, 4), (64,), (4,), (4, VOCAB)],
+        *[(65, 4, 64, 4), (64,), (4,), (4, VOCAB)],
+        *[(1, 1, 64, 1), (1,), (1,), (1, VOCAB)],
+    ]
 
 
 def test_new_weights_are_recorded_anew() -> None:

@@ -18,6 +18,7 @@ from tokenspeed.engine.device import CpuDevice
 from tokenspeed.errors import CheckpointError, ConfigError, StartRefused
 from tokenspeed.kernels.spec import CUDA_GRAPH, KernelSpec, Need
 from tokenspeed.machine import Machine, choose_device, named_machine, read_machine
+from tokenspeed.numerics.plan import Plan
 from tokenspeed.numerics.resolve import ResolvedNumerics, resolve
 from tokenspeed.numerics.settings import GpuSettings, gpu_settings
 from tokenspeed.sizing import Footprint, Sizes, choose_sizes
@@ -151,10 +152,13 @@ def test_without_a_gpu_the_device_is_refused(monkeypatch: pytest.MonkeyPatch) ->
         read_machine("cuda")
 
 
-def test_a_full_gpu_refuses_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_gpu_refuses_the_start_and_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
+        held = torch.zeros(1000)
+        allocated.append(weakref.ref(held))
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. 1 GiB is free")
 
+    allocated: list[weakref.ref[torch.Tensor]] = []
     prepared = startup.prepare(config(), named_machine("cpu-avx2"))
     monkeypatch.setattr(launching, "_import_kernels", full)
     with pytest.raises(StartRefused) as refused:
@@ -165,17 +169,38 @@ def test_a_full_gpu_refuses_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
         "    1 GiB is free",
         f"    {prepared.sizes.num_pages} pages of KV cache were planned",
     ]
+    assert refused.value.__context__ is None
+    assert allocated[0]() is None
+
+
+def test_a_start_asks_the_kernels_for_the_sizes_to_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Plan, "row_counts", lambda _, most: (1, 65, most))
+    engine = startup.start(config(max_num_batched_tokens=100, max_num_seqs=2))
+    assert engine.options.warm_up_tokens == (1, 65, 100)
 
 
 def test_no_memory_for_new_weights_keeps_the_old_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = startup.start(config())
 
+    allocated: list[weakref.ref[torch.Tensor]] = []
+    found: list[object] = []
+
     def full(_source: object) -> None:
+        held = torch.zeros(1000)
+        allocated.append(weakref.ref(held))
         raise torch.OutOfMemoryError("CUDA out of memory")
 
+    def reclaim(_: CpuDevice) -> str:
+        found.append(allocated[0]())
+        return "told"
+
     monkeypatch.setattr(engine._staging, "from_source", full)
-    with pytest.raises(CheckpointError, match="no memory for new weights beside the old ones: CUDA out of memory"):
+    monkeypatch.setattr(CpuDevice, "reclaim", reclaim)
+    reason = "no memory for new weights beside the old ones: CUDA out of memory; told; start with"
+    with pytest.raises(CheckpointError, match=reason) as refused:
         engine.stage_weights("somewhere")
+    assert found == [None]
+    assert refused.value.__context__ is None
     assert not engine.has_work
 
 

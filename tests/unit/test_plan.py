@@ -146,3 +146,21 @@ def test_a_kernel_that_is_not_there_is_refused_at_start(target: str, expected: s
     assert problem.summary == ("kernel acme.linear of acme 1.0 was chosen for gemm.linear and cannot be loaded")
     assert expected in problem.details[0]
     assert "--kernel gemm.linear=NAME" in problem.remedy
+
+
+def counts_for_tests(need: Need, most: int) -> list[int]:
+    """Named by specs below: a kernel with two tiles, whose larger one begins at a row count that the shape gives."""
+    return [1, int(dict(need.facts)["k"]), 10 * most]
+
+
+def test_kernels_say_which_row_counts_compile_something() -> None:
+    plan = make(linear={"row_counts": f"{__name__}:counts_for_tests"})
+    assert plan.row_counts(100) == (1, 8)
+    assert plan.row_counts(7) == (1,)
+    assert make().row_counts(100) == ()
+
+
+def test_a_kernel_that_cannot_say_it_refuses_the_start() -> None:
+    plan = make(linear={"row_counts": "json:no_such_function"})
+    with pytest.raises(StartRefused, match=r"acme\.linear .* cannot be loaded"):
+        plan.row_counts(100)

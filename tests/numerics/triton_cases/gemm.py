@@ -63,8 +63,20 @@ def test_operands_that_do_not_fit_are_refused_before_anything_is_compiled() -> N
 def test_prepared_weights_are_kept_where_their_rows_are_aligned() -> None:
     aligned, odd = random(5, 64, dtype=torch.bfloat16), random(5, 67, dtype=torch.bfloat16)
     assert gemm.prepare_linear(aligned).data_ptr() == aligned.data_ptr()
-    assert gemm.prepare_linear(odd).stride() == (72, 1)
+    assert gemm.prepare_linear(odd).stride() == (80, 1)
     assert same_bits(gemm.prepare_linear(odd), odd)
+
+
+def test_what_lies_behind_a_row_is_not_read() -> None:
+    """Rows of an odd size in wider memory, where the next 16 elements would be loaded at once."""
+    wide, wide_weight = torch.full((9, 80), torch.nan), torch.full((5, 80), torch.nan)
+    wide[:, :67], wide_weight[:, :67] = random(9, 67), random(5, 67, seed=1)
+    for dtype in (torch.bfloat16, torch.float32):
+        x, weight = wide.to(DEVICE, dtype)[:, :67], wide_weight.to(DEVICE, dtype)[:, :67]
+        expected = reference.linear(x, weight)
+        assert_agrees("gemm.linear", gemm.linear(x, weight), expected)
+        grouped = gemm.batched(x.unsqueeze(1).expand(-1, 2, -1), weight.expand(2, -1, -1))
+        assert_agrees("gemm.batched", grouped[:, 1].contiguous(), expected)
 
 
 @pytest.mark.parametrize("arch", architectures(GEMM))

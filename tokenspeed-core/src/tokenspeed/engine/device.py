@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 from weakref import WeakSet
 
@@ -43,6 +44,10 @@ class Device(Protocol):
 
     name: str
     asynchronous: bool
+
+    def current(self) -> AbstractContextManager[Any]:
+        """A context in which this device is the calling thread's; all that follows is called in one."""
+        ...
 
     def arena(self, size: int) -> Arena:
         """A new arena of `size` bytes."""
@@ -81,6 +86,10 @@ class CpuDevice:
 
     name = "cpu"
     asynchronous = False
+
+    def current(self) -> AbstractContextManager[Any]:
+        """Threads have no CPU of their own to leave."""
+        return nullcontext()
 
     def arena(self, size: int) -> Arena:
         """Memory without a copy."""
@@ -123,15 +132,25 @@ class CudaArena:
 
 
 class CudaDevice:
-    """One CUDA GPU and its current stream. Graphs share one pool, since only one of them runs at a time."""
+    """The GPU that is current where it is opened, and its current stream.
+
+    Graphs share one pool, since only one of them runs at a time.
+    """
 
     name = "cuda"
     asynchronous = True
 
     def __init__(self) -> None:
-        self._device = torch.device("cuda", torch.cuda.current_device())
+        self._index = torch.cuda.current_device()
+        self._device = torch.device("cuda", self._index)
         self._pool: Any = None
         self._graphs: WeakSet[Any] = WeakSet()
+
+    def current(self) -> AbstractContextManager[Any]:
+        """Nothing to do, as a rule. But every thread has a current device of its own, which may be another one."""
+        if torch.cuda.current_device() == self._index:
+            return nullcontext()
+        return torch.cuda.device(self._index)
 
     def arena(self, size: int) -> Arena:
         """Pinned on the host, persistent on the device."""
@@ -174,7 +193,7 @@ class CudaDevice:
     def reclaim(self) -> str:
         """Empty torch's cache; free and whole memory of the GPU."""
         torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info()
+        free, total = torch.cuda.mem_get_info(self._index)
         return f"{free / 2**30:.2f} of {total / 2**30:.2f} GiB are free on the GPU now"
 
 

@@ -168,22 +168,30 @@ class Engine:
         if not self.has_work:
             return []
         started = time.perf_counter()
-        resumed = self._flight if self._flight and self._flight.live() else None
-        flight = resumed or self._executor.launch(self._scheduler.schedule())
-        self._flight = self._launch_ahead(flight)
-        self._executor.wait(flight)
+        with self._device.current():
+            resumed = self._flight if self._flight and self._flight.live() else None
+            flight = resumed or self._executor.launch(self._scheduler.schedule())
+            self._flight = self._launch_ahead(flight)
+            self._executor.wait(flight)
         updates = self._committer.commit(flight)
         self._steps += 1
         self._step_seconds += time.perf_counter() - started
         return updates
 
     def warm_up(self) -> Iterator[tuple[int, int]]:
-        """Compute the largest step once, and record the decode steps of every bucket, before the first request.
+        """Record the decode steps of every bucket and compute steps of every kind once, before the first request.
 
-        Yields how much is done, and of how much. The first shows at once that the memory is enough, and compiles what a
-        GPU's kernels compile. Without it a bucket is recorded when it is first needed. A CPU has nothing to warm up.
+        Yields how much is done, and of how much. It shows at once that the memory is enough, and compiles what a GPU's
+        kernels compile, which would hold up a step otherwise. Without it a bucket is recorded when it is first needed.
+        A CPU has nothing to warm up.
         """
-        return self._executor.warm_up()
+        parts = self._executor.warm_up()
+        while True:
+            with self._device.current():
+                done = next(parts, None)
+            if done is None:
+                return
+            yield done
 
     @property
     def replays(self) -> int:
@@ -246,13 +254,17 @@ class Engine:
         """
         if self._staging is None:
             raise CheckpointError("this engine was not started from a checkpoint, so it has no place for new weights")
-        try:
-            return self._staging.from_source(source)
-        except torch.OutOfMemoryError as error:
-            raise CheckpointError(
-                f"there is no memory for new weights beside the old ones: {error}; {self._device.reclaim()}; "
-                "start with a smaller --kv-cache-memory"
-            ) from None
+        with self._device.current():
+            try:
+                return self._staging.from_source(source)
+            except torch.OutOfMemoryError as error:
+                reason = str(error)
+            # Behind the handler: the error's traceback held what was read so far.
+            free = self._device.reclaim()
+        raise CheckpointError(
+            f"there is no memory for new weights beside the old ones: {reason}; {free}; "
+            "start with a smaller --kv-cache-memory"
+        )
 
     def install_weights(self, staged: StagedWeights, weight_version: str | None = None) -> None:
         """Compute with the staged weights from the next step on; see `weights_changed` for what becomes of requests.

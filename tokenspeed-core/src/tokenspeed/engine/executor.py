@@ -40,6 +40,9 @@ class Executor:
         self.steps_ahead = 0
         self._device = device
         self._ahead = options.ahead
+        # The largest first: smaller ones find room in its memory.
+        most = options.max_num_batched_tokens
+        self._rehearsals = [most, *sorted((size for size in options.warm_up_tokens if size < most), reverse=True)]
         self._operators = operators
         self._runner = Runner(
             model,
@@ -73,14 +76,17 @@ class Executor:
         self._runner.observer = observer
 
     def warm_up(self) -> Iterator[tuple[int, int]]:
-        """Compute the largest step and record every bucket; yields how much is done, and of how much."""
-        graphs, rehearsals = self._runner.graphs, int(self._device.asynchronous)
-        total = rehearsals + (0 if graphs is None else len(graphs.buckets))
-        if rehearsals:
-            self._rehearse(self._runner.build_largest())
-            yield rehearsals, total
+        """Record every bucket, then compute a step of each size that matters; yields how much is done, and of how much.
+
+        In this order, so that the largest step meets the memory that is left beside the recordings.
+        """
+        graphs, sizes = self._runner.graphs, self._rehearsals if self._device.asynchronous else []
+        recorded = 0 if graphs is None else len(graphs.buckets)
         if graphs is not None:
-            yield from ((rehearsals + done, total) for done in graphs.record_all(self._decode))
+            yield from ((done, recorded + len(sizes)) for done in graphs.record_all(self._decode))
+        for done, tokens in enumerate(sizes, recorded + 1):
+            self._rehearse(self._runner.build_for_nobody(tokens))
+            yield done, recorded + len(sizes)
 
     def launch(self, schedule: Schedule) -> Flight:
         """Issue a step. What a device out of memory could not compute is in the flight's `shed`."""
@@ -88,9 +94,8 @@ class Executor:
         self._sampler.fill(rows.sampled, rows.inputs.host)
         rows.inputs.upload()
         computing = time.perf_counter()
-        try:
-            flight = self._compute(schedule, batch, rows)
-        except torch.OutOfMemoryError as error:
+        flight, error = self._try(schedule, batch, rows)
+        if flight is None:
             flight = Flight(schedule, rows, shed=f"{error}; {self._device.reclaim()}")
         self.operator_seconds += time.perf_counter() - computing
         return flight
@@ -102,23 +107,34 @@ class Executor:
         self._sampler.fill(rows.sampled, rows.inputs.host, ahead=1)
         rows.inputs.upload()
         computing = time.perf_counter()
-        try:
-            self._runner.feed(batch, flight.reading.tokens)
-            ahead = self._compute(schedule, batch, rows)
-            self.steps_ahead += 1
-            return ahead
-        except torch.OutOfMemoryError:
+        ahead, _ = self._try(schedule, batch, rows, feeding=flight.reading.tokens)
+        if ahead is None:
             # The same step comes again when `flight` was read, and fails its requests if it must.
             self._device.reclaim()
-            return None
-        finally:
-            self.operator_seconds += time.perf_counter() - computing
+        else:
+            self.steps_ahead += 1
+        self.operator_seconds += time.perf_counter() - computing
+        return ahead
 
     def wait(self, flight: Flight) -> None:
         """Wait until the host has the tokens and logprobs of a step."""
         waiting = time.perf_counter()
         flight.read()
         self.operator_seconds += time.perf_counter() - waiting
+
+    def _try(
+        self, schedule: Schedule, batch: ForwardBatch, rows: StepRows, feeding: torch.Tensor | None = None
+    ) -> tuple[Flight | None, str]:
+        """Compute a step, of the tokens `feeding` if there are any; None and the reason where memory ran out.
+
+        The error itself ends here: its traceback holds what the step had allocated, which is to be free afterwards.
+        """
+        try:
+            if feeding is not None:
+                self._runner.feed(batch, feeding)
+            return self._compute(schedule, batch, rows), ""
+        except torch.OutOfMemoryError as error:
+            return None, str(error)
 
     @torch.inference_mode()
     def _compute(self, schedule: Schedule, batch: ForwardBatch, rows: StepRows) -> Flight:
@@ -147,9 +163,12 @@ class Executor:
 
     @torch.inference_mode()
     def _rehearse(self, inputs: StepInputs) -> None:
+        """Call every operator that a step may call: with logits as they are, changed by requests, and of prompts."""
         hidden = self._runner.forward(inputs.batch)
+        self._runner.model.compute_logits(hidden[:PROMPT_ROWS_AT_ONCE])
         logits = self._runner.model.compute_logits(hidden[inputs.batch.logits_rows])
         tokens = self._operators.sample(logits, *inputs.columns)
+        self._operators.sample_edited(logits.to(torch.float32), *inputs.columns)
         self._device.read(tokens, *self._logprobs.start(logits, tokens, inputs.columns.temperature))()
 
     def _start_reading(self, logits: torch.Tensor, tokens: torch.Tensor, rows: StepRows) -> Reading:

@@ -14,7 +14,8 @@ class EngineOptions:
     `num_pages` of 16 tokens must hold `max_model_len` tokens; `max_num_batched_tokens` must reach `max_num_seqs`.
     `max_chunk_tokens` bounds a prefill chunk (None: the budget alone). `eos_ids` end a request unless it ignores them.
     Decode steps that fit one of `decode_buckets` are recorded. With `ahead`, a decode step may be issued before the
-    tokens of the one in front of it were read back; neither changes a bit.
+    tokens of the one in front of it were read back. `warm_up_tokens` are sizes of steps that are computed once for
+    nobody, so that what their kernels compile is compiled before the first request. None of these changes a bit.
     """
 
     max_num_seqs: int
@@ -30,3 +31,4 @@ class EngineOptions:
     device: str = "cpu"
     decode_buckets: tuple[Bucket, ...] = ()
     ahead: bool = False
+    warm_up_tokens: tuple[int, ...] = ()

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from tokenspeed.engine.batch import ForwardBatch
-from tokenspeed.engine.buckets import Bucket
+from tokenspeed.engine.buckets import BUCKET_PAGES, Bucket
 from tokenspeed.engine.device import Device
 from tokenspeed.engine.graphs import Decode, DecodeGraphs
 from tokenspeed.engine.inputs import HostArrays, InputBuffers, Shape, StepInputs
@@ -138,9 +138,15 @@ class Runner:
         host.token_ids[: len(states)] = sources
         return self._built(schedule, rows)
 
-    def build_largest(self) -> StepInputs:
-        """The largest step there can be, uploaded; its rows belong to nobody."""
-        inputs = self._inputs.take(self._largest)
+    def build_for_nobody(self, tokens: int) -> StepInputs:
+        """A step of so many tokens that belong to nobody, uploaded, with as many sequences and logits as may be.
+
+        The largest has the widest page tables there can be, others those of short contexts: kernels may tell the two
+        apart.
+        """
+        most, seats, width, _ = self._largest
+        rows = min(tokens, seats)
+        inputs = self._inputs.take(Shape(tokens, rows, width if tokens == most else min(width, BUCKET_PAGES[0]), rows))
         inputs.host.pad(0)
         inputs.upload()
         return inputs

@@ -146,6 +146,8 @@ def _target_faults(spec: KernelSpec) -> Iterator[str]:
         targets.append(("prepare_weights", spec.prepare_weights))
     if spec.variant is not None:
         targets.append(("variant", spec.variant))
+    if spec.row_counts is not None:
+        targets.append(("row_counts", spec.row_counts))
     if spec.quantise is not None:
         targets.append(("quantise", spec.quantise))
     for field, target in targets:

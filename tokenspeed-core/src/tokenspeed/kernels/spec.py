@@ -131,7 +131,10 @@ class KernelSpec:
     may list several. `bit_order` names the published order of additions that the kernel follows, with its version
     (`aok/gemm.linear@1`); kernels with equal bit orders give equal bits. `variant` is for kernels that choose code when
     they are loaded: the `"module:function"` that names the choice (an instruction set), asked after the implementation
-    was imported. It is provenance, and part of what identifies the bits of a kernel without `bit_order`.
+    was imported. It is provenance, and part of what identifies the bits of a kernel without `bit_order`. `row_counts`
+    is for kernels that compile code for a number of rows when it is first met: the `"module:function"` that is asked
+    (need, most) on the machine itself, and returns numbers of rows, up to `most`, whose calls compile all that calls of
+    up to `most` rows can meet.
 
     `stored` is for kernels of a weight format (trait `weight_format`): the tensors that a checkpoint holds in the place
     of one weight. `prepare_weights` then gets a mapping from suffix to tensor, and `quantise` is the
@@ -152,6 +155,7 @@ class KernelSpec:
     priority: int = Priority.PORTABLE
     bit_order: str | None = None
     variant: str | None = None
+    row_counts: str | None = None
     stored: tuple[StoredPart, ...] = ()
     quantise: str | None = None
     waivers: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))

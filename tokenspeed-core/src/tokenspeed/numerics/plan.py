@@ -140,6 +140,23 @@ class Plan:
             raise StartRefused(problems)
         return found
 
+    def row_counts(self, most: int) -> tuple[int, ...]:
+        """Numbers of rows, up to `most`, whose calls compile all that the chosen kernels compile; ascending.
+
+        Call it after `bind`, on the machine itself. Raises StartRefused when a kernel cannot answer.
+        """
+        found: set[int] = set()
+        problems: dict[str, Problem] = {}
+        for need, spec in self.choices.items():
+            if spec.row_counts is not None:
+                try:
+                    found |= {int(count) for count in import_target(spec.row_counts)(need, most)}
+                except (Exception, SystemExit) as error:
+                    problems[spec.name] = _broken_kernel(spec, error)
+        if problems:
+            raise StartRefused(list(problems.values()))
+        return tuple(sorted(count for count in found if 0 < count <= most))
+
     def card(self) -> RenderableType:
         """The plan as a card for the terminal."""
         from tokenspeed.numerics.card import plan_card

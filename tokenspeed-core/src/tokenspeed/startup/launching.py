@@ -15,6 +15,7 @@ from tokenspeed.config_sources import variables_for_tests
 from tokenspeed.errors import Problem, StartRefused
 from tokenspeed.numerics.certificate import Certificate, certify, file_digest
 from tokenspeed.numerics.plan import machine_dict
+from tokenspeed.sizing import SMALLER
 from tokenspeed.startup.examination import Prepared, prepare
 from tokenspeed.startup.meta_model import build_model, store_as_kernels_read
 
@@ -45,42 +46,41 @@ def build(config: EngineConfig, progress: Progress) -> tuple[Engine, EngineInfo]
 def launch(prepared: Prepared, progress: Progress | None = None) -> Engine:
     """Import the chosen kernels, try what they promise, load the weights and build the engine.
 
-    Raises StartRefused when a chosen kernel cannot be imported or breaks a promise that the envelope rests on.
+    Raises StartRefused when a chosen kernel cannot be imported or breaks a promise that the envelope rests on, and when
+    a GPU is full: with the plan's numbers, and what is free.
     """
+    import torch
+
+    try:
+        return _launch(prepared, progress or (lambda _stage, _done, _total: None))
+    except torch.OutOfMemoryError as error:
+        summary, *details = str(error).split(". ")
+    # Behind the handler, so that no traceback in the refusal's context keeps what was allocated.
+    pages = f"{prepared.sizes.num_pages} pages of KV cache were planned"
+    raise StartRefused([Problem("memory", summary, (*details, pages), SMALLER)])
+
+
+def _launch(prepared: Prepared, report: Progress) -> Engine:
     from tokenspeed.engine.engine import Engine
     from tokenspeed.loading.update import WeightStaging
     from tokenspeed.numerics.weights import version_of
 
-    report = progress or (lambda _stage, _done, _total: None)
-    with _refusing_without_memory(prepared):
-        _import_kernels(prepared, report)
-        proof = _prove_kernels(prepared, report)
-        report("loading tokenizer", 0, 0)
-        tokenizer = _load_tokenizer(prepared)
-        certificate = _load_weights(prepared, report).with_kit(proof)
-        report("allocating KV cache", 0, 0)
-        staging = WeightStaging(prepared.checkpoint, lambda: rebuild(prepared), prepared.machine.device)
-        options = replace(engine_options(prepared), weight_version=version_of(certificate.bits["weights"]["sha256"]))
-        engine = Engine(prepared.built.model, prepared.built.operators, tokenizer, options, certificate, staging)
-        for done, total in engine.warm_up():
-            report("warming up", done, total)
+    _import_kernels(prepared, report)
+    proof = _prove_kernels(prepared, report)
+    report("loading tokenizer", 0, 0)
+    tokenizer = _load_tokenizer(prepared)
+    certificate = _load_weights(prepared, report).with_kit(proof)
+    report("allocating KV cache", 0, 0)
+    staging = WeightStaging(prepared.checkpoint, lambda: rebuild(prepared), prepared.machine.device)
+    options = replace(
+        engine_options(prepared),
+        weight_version=version_of(certificate.bits["weights"]["sha256"]),
+        warm_up_tokens=prepared.plan.row_counts(prepared.sizes.max_num_batched_tokens),
+    )
+    engine = Engine(prepared.built.model, prepared.built.operators, tokenizer, options, certificate, staging)
+    for done, total in engine.warm_up():
+        report("warming up", done, total)
     return engine
-
-
-@contextmanager
-def _refusing_without_memory(prepared: Prepared) -> Iterator[None]:
-    """Turn a GPU that is full into a refusal with numbers: the plan's, and what is free."""
-    import torch
-
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        summary, *details = str(error).split(". ")
-        pages = f"{prepared.sizes.num_pages} pages of KV cache were planned"
-        remedy = (
-            "free memory on the GPU, or give a smaller --kv-cache-memory, --max-num-batched-tokens or --max-num-seqs"
-        )
-        raise StartRefused([Problem("memory", summary, (*details, pages), remedy)]) from None
 
 
 def rebuild(prepared: Prepared) -> CausalLM:

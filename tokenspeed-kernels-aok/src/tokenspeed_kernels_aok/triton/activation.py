@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from tokenspeed_kernels_aok.triton.arith import narrow
-from tokenspeed_kernels_aok.triton.launch import INTERPRETED, OPTIONS, TRITON_DTYPES, Form
+from tokenspeed_kernels_aok.triton.launch import INTERPRETED, TRITON_DTYPES, Form, launch
 from tokenspeed_kernels_aok.triton.noise import exp
 
 _BLOCK = 1024
@@ -32,8 +32,17 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     tokens, features = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(tokens, features)
     if out.numel():
-        silu_kernel[(tokens, triton.cdiv(features, _BLOCK))](
-            gate_up, out, gate_up.stride(0), F=features, BLOCK=_BLOCK, EMULATE=INTERPRETED, num_warps=4, **OPTIONS
+        launch(
+            silu_kernel,
+            (tokens, triton.cdiv(features, _BLOCK)),
+            out.device,
+            gate_up,
+            out,
+            gate_up.stride(0),
+            F=features,
+            BLOCK=_BLOCK,
+            EMULATE=INTERPRETED,
+            num_warps=4,
         )
     return out
 

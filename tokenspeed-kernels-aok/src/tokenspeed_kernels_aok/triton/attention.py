@@ -30,15 +30,16 @@ import triton
 import triton.language as tl
 
 from tokenspeed.kernels.operators import PAGE_SIZE
+from tokenspeed.kernels.spec import Need
 from tokenspeed_kernels_aok.triton.arith import dot, narrow, tree_sum
 from tokenspeed_kernels_aok.triton.cache import cache_strides
 from tokenspeed_kernels_aok.triton.launch import (
     INTERPRETED,
-    OPTIONS,
     TRITON_DTYPES,
     Form,
     arch_of,
     check_dtypes,
+    launch,
     multiprocessors,
 )
 from tokenspeed_kernels_aok.triton.tiles import AttentionTile, attention_tile
@@ -286,6 +287,11 @@ def paged(
     return paged_by(tile, whole, q, k_cache, v_cache, query_starts, context_lens, page_tables, scale, window)
 
 
+def row_counts(need: Need, most: int) -> tuple[int, ...]:  # noqa: ARG001
+    """One row leaves the GPU so idle that its splits are folded by a kernel of their own."""
+    return (1,)
+
+
 def paged_by(
     tile: AttentionTile,
     whole: bool,
@@ -312,7 +318,10 @@ def paged_by(
     if not whole:
         partial_total = torch.empty(splits, rows, constants["BLOCK_D"], dtype=torch.float32, device=q.device)
         partial_state = torch.empty(splits, rows, 2, dtype=torch.float32, device=q.device)
-    attend_kernel[(tokens // (tile.block_m // constants["GROUP"]) + sequences, kv_heads, splits)](
+    launch(
+        attend_kernel,
+        (tokens // (tile.block_m // constants["GROUP"]) + sequences, kv_heads, splits),
+        q.device,
         q,
         k_cache,
         v_cache,
@@ -336,10 +345,12 @@ def paged_by(
         **constants,
         num_warps=num_warps,
         num_stages=tile.num_stages,
-        **OPTIONS,
     )
     if not whole:
-        fold_kernel[(tokens, q_heads)](
+        launch(
+            fold_kernel,
+            (tokens, q_heads),
+            q.device,
             query_starts,
             context_lens,
             partial_total,
@@ -355,7 +366,6 @@ def paged_by(
             AHEAD=_AHEAD,
             EMULATE=INTERPRETED,
             num_warps=1,
-            **OPTIONS,
         )
     return out
 

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from tokenspeed.kernels.operators import PAGE_SIZE
 from tokenspeed_kernels_aok.triton.arith import narrow
-from tokenspeed_kernels_aok.triton.launch import INTERPRETED, OPTIONS, TRITON_DTYPES, Form
+from tokenspeed_kernels_aok.triton.launch import INTERPRETED, TRITON_DTYPES, Form, launch
 
 
 @triton.jit
@@ -65,7 +65,10 @@ def write(k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torc
     tokens, heads, head_dim = k.shape
     page, slot, head, _ = cache_strides(k_cache, v_cache)
     if tokens:
-        write_kernel[(tokens,)](
+        launch(
+            write_kernel,
+            (tokens,),
+            k_cache.device,
             k,
             v,
             k_cache,
@@ -84,7 +87,6 @@ def write(k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torc
             PAGE=PAGE_SIZE,
             EMULATE=INTERPRETED,
             num_warps=4,
-            **OPTIONS,
         )
 
 

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tokenspeed_kernels_aok.triton.launch import OPTIONS, TRITON_DTYPES, Form
+from tokenspeed_kernels_aok.triton.launch import TRITON_DTYPES, Form, launch
 
 _BLOCK = 2048
 
@@ -28,9 +28,8 @@ def lookup(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     hidden = weight.shape[1]
     out = weight.new_empty(len(ids), hidden)
     if out.numel():
-        lookup_kernel[(len(ids), triton.cdiv(hidden, _BLOCK))](
-            ids, weight, out, weight.stride(0), H=hidden, BLOCK=_BLOCK, num_warps=4, **OPTIONS
-        )
+        grid = (len(ids), triton.cdiv(hidden, _BLOCK))
+        launch(lookup_kernel, grid, out.device, ids, weight, out, weight.stride(0), H=hidden, BLOCK=_BLOCK, num_warps=4)
     return out
 
 

@@ -15,14 +15,15 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tokenspeed.kernels.spec import Need
 from tokenspeed_kernels_aok.triton.arith import dot, narrow
 from tokenspeed_kernels_aok.triton.launch import (
     INTERPRETED,
-    OPTIONS,
     TRITON_DTYPES,
     Form,
     arch_of,
     check_dtypes,
+    launch,
     multiprocessors,
 )
 from tokenspeed_kernels_aok.triton.tiles import GEMM, GEMM_FLOAT32, GemmTable, GemmTile
@@ -30,10 +31,14 @@ from tokenspeed_kernels_aok.triton.tiles import GEMM, GEMM_FLOAT32, GemmTable, G
 # Tiles that share columns run side by side, this many rows of tiles at a time, so that weights are read from L2.
 _TILE_ROWS_TOGETHER = 8
 
-_SIZES = ("groups", "rows", "columns", "depth")
+# Rows of operands and of the output begin at multiples of so many elements. Triton knows no smaller alignment, and what
+# it compiles for others loads and stores element by element, with more addresses than there are registers.
+_UNIT = 16
+
+_SIZES = ("groups", "rows", "columns", "width", "depth")
 
 
-@triton.jit(do_not_specialize=["groups", "rows"])
+@triton.jit(do_not_specialize=["groups", "rows", "columns"])
 def gemm_kernel(
     x,
     weight,
@@ -42,6 +47,7 @@ def gemm_kernel(
     groups,
     rows,
     columns,
+    width,
     depth,
     x_group,
     x_row,
@@ -59,7 +65,10 @@ def gemm_kernel(
     HAS_BIAS: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
-    """out[g] = x[g] @ weight[g].T (+ bias); x and weight are descriptors (one group only) or pointers."""
+    """out[g] = x[g] @ weight[g].T (+ bias); x and weight are descriptors (one group only) or pointers.
+
+    Rows of `out` have room for `width` columns; what is behind the `columns` of the product becomes 0.
+    """
     tiles_m = tl.cdiv(rows, BLOCK_M)
     tiles_n = tl.cdiv(columns, BLOCK_N * PANELS)
     per_group = tiles_m * tiles_n
@@ -110,13 +119,13 @@ def gemm_kernel(
             tl.store(
                 out + group * out_group + m.to(tl.int64)[:, None] * out_row + n[None, :],
                 narrow(total, out.dtype.element_ty, EMULATE),
-                mask=(m < rows)[:, None] & (n < columns)[None, :],
+                mask=(m < rows)[:, None] & (n < width)[None, :],
             )
 
 
 def prepare_linear(weight: torch.Tensor) -> torch.Tensor:
-    """Weight [N,K] with unit stride along K and rows a multiple of 16 bytes apart (padded when K is odd-sized)."""
-    return _rows_aligned(weight)
+    """Weight [N,K] with unit stride along K and rows a multiple of 16 elements apart (padded when K is odd-sized)."""
+    return _aligned(weight)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -136,12 +145,10 @@ def linear_by(
     if x.shape[1] != weight.shape[1] or (bias is not None and bias.shape != weight.shape[:1]):
         given = f" and bias {list(bias.shape)}" if bias is not None else ""
         raise ValueError(f"x {list(x.shape)} does not fit weight {list(weight.shape)}{given}")
-    out = x.new_empty(len(x), len(weight))
+    out = x.new_empty(len(x), _padded(len(weight)))
     if out.numel():
-        weight = _rows_aligned(weight)
-        operands = (_rows_aligned(x).unsqueeze(0), weight.unsqueeze(0))
-        _run(table, tile, *operands, bias, out.unsqueeze(0), descriptors=table.descriptors)
-    return out
+        _run(table, tile, x.unsqueeze(0), weight.unsqueeze(0), bias, out.unsqueeze(0), descriptors=table.descriptors)
+    return _dense(out, len(weight))
 
 
 def batched(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -151,7 +158,7 @@ def batched(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """
     table = table_for(arch_of(x.device), x.dtype)
     groups, columns, _ = weight.shape
-    return batched_by(table, table.choose(len(x), groups * columns, multiprocessors(x.device)), x, weight)
+    return batched_by(table, table.choose(len(x), columns, multiprocessors(x.device), groups), x, weight)
 
 
 def batched_by(table: GemmTable, tile: GemmTile, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -159,10 +166,20 @@ def batched_by(table: GemmTable, tile: GemmTile, x: torch.Tensor, weight: torch.
     check_dtypes(x=x, weight=weight)
     if x.shape[1:] != weight.shape[::2]:
         raise ValueError(f"x {list(x.shape)} does not fit weight {list(weight.shape)}")
-    out = x.new_empty(len(x), *weight.shape[:2])
+    groups, columns, _ = weight.shape
+    out = x.new_empty(len(x), groups, _padded(columns))
     if out.numel():
         _run(table, tile, x.transpose(0, 1), weight, None, out.transpose(0, 1), descriptors=False)
-    return out
+    return _dense(out, columns)
+
+
+def row_counts(need: Need, most: int) -> tuple[int, ...]:
+    """Numbers of rows that between them choose every tile which the weight of `need` can meet on the current GPU."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    facts, dtypes = dict(need.facts), dict(need.dtypes)
+    table = table_for(arch_of(device), getattr(torch, dtypes["x"]))
+    counts = table.row_counts(int(facts["n"]), multiprocessors(device), int(facts.get("groups", 1)))
+    return tuple(count for count in counts if count <= most)
 
 
 def table_for(arch: str, dtype: torch.dtype) -> GemmTable:
@@ -170,14 +187,24 @@ def table_for(arch: str, dtype: torch.dtype) -> GemmTable:
     return (GEMM_FLOAT32 if dtype == torch.float32 else GEMM)[arch]
 
 
-def _rows_aligned(matrix: torch.Tensor) -> torch.Tensor:
-    """`matrix` itself where rows start at multiples of 16 bytes (tensor descriptors need it), else a padded copy."""
-    unit = 16 // matrix.element_size()
-    if matrix.stride(-1) == 1 and matrix.stride(0) % unit == 0 and matrix.data_ptr() % 16 == 0:
-        return matrix
-    padded = matrix.new_zeros(len(matrix), -(-matrix.shape[1] // unit) * unit)
-    padded[:, : matrix.shape[1]] = matrix
-    return padded[:, : matrix.shape[1]]
+def _aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` itself where its rows, along the last axis, are dense, apart and aligned; else a padded copy."""
+    *outer, inner = tensor.stride()
+    size = tensor.shape[-1]
+    if inner == 1 and tensor.data_ptr() % 16 == 0 and all(step >= size and step % _UNIT == 0 for step in outer):
+        return tensor
+    padded = tensor.new_zeros(*tensor.shape[:-1], _padded(size))
+    padded[..., :size] = tensor
+    return padded[..., :size]
+
+
+def _dense(out: torch.Tensor, size: int) -> torch.Tensor:
+    """The first `size` columns, with strides as of a tensor that was made so, for one row too."""
+    return out if out.shape[-1] == size else out[..., :size].clone(memory_format=torch.contiguous_format)
+
+
+def _padded(size: int) -> int:
+    return -(-size // _UNIT) * _UNIT
 
 
 def _run(
@@ -190,35 +217,43 @@ def _run(
     *,
     descriptors: bool,
 ) -> None:
-    """out [G,T,N] = x [G,T,K] @ weight [G,N,K] transposed, + bias [N]; `descriptors` only for one group."""
+    """out [G,T,N or more] = x [G,T,K] @ weight [G,N,K] transposed, + bias [N]; `descriptors` only for one group."""
+    x, weight = _aligned(x), _aligned(weight)
     groups, rows, depth = x.shape
     columns = weight.shape[1]
     tiles = groups * triton.cdiv(rows, tile.block_m) * triton.cdiv(columns, tile.columns)
     operands: tuple[Any, Any] = (x, weight)
+    strides = (*_strides(x), *_strides(weight))
     if descriptors:
+        # What descriptors hold is no argument, so that it has no part in what Triton compiles for.
+        depth, strides = _padded(depth), (0, 0, 0, 0)
         operands = (
             TensorDescriptor.from_tensor(x[0], [tile.block_m, table.block_k]),
             TensorDescriptor.from_tensor(weight[0], [tile.block_n, table.block_k]),
         )
-    gemm_kernel[(min(tiles, tile.resident * multiprocessors(out.device)),)](
+    launch(
+        gemm_kernel,
+        (min(tiles, tile.resident * multiprocessors(out.device)),),
+        out.device,
         *operands,
         out if bias is None else bias,
         out,
         groups,
         rows,
         columns,
+        out.shape[2],
         depth,
-        x.stride(0),
-        x.stride(1),
-        weight.stride(0),
-        weight.stride(1),
-        out.stride(0),
-        out.stride(1),
+        *strides,
+        *_strides(out),
         **_constants(table, tile, descriptors, bias is not None),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        **OPTIONS,
     )
+
+
+def _strides(tensor: torch.Tensor) -> tuple[int, int]:
+    """Of groups and rows. That of one group is 0, so that it does not grow with the rows."""
+    return tensor.stride(0) if len(tensor) > 1 else 0, tensor.stride(1)
 
 
 def _constants(table: GemmTable, tile: GemmTile, descriptors: bool, has_bias: bool) -> dict[str, Any]:
@@ -236,15 +271,19 @@ def _constants(table: GemmTable, tile: GemmTile, descriptors: bool, has_bias: bo
 
 
 def forms(target: str) -> Iterator[Form]:
-    """Every tile of the target's tables, with tensor descriptors where the table has them, and by pointers."""
+    """Every tile of the target's tables, with tensor descriptors where the table has them, and by pointers.
+
+    By pointers also for a depth (K) that is no multiple of 16: the only other form that a call can take.
+    """
     for dtype in TRITON_DTYPES.values():
         table = (GEMM_FLOAT32 if dtype == "fp32" else GEMM)[target]
         for tile in table.tiles:
-            for descriptors in sorted({False, table.descriptors}):
-                yield _form(target, table, tile, dtype, descriptors)
+            for kind in ("pointers", "pointers.odd", *(["descriptors"] if table.descriptors else [])):
+                yield _form(target, table, tile, dtype, kind)
 
 
-def _form(target: str, table: GemmTable, tile: GemmTile, dtype: str, descriptors: bool) -> Form:
+def _form(target: str, table: GemmTable, tile: GemmTile, dtype: str, kind: str) -> Form:
+    descriptors = kind == "descriptors"
     if descriptors:
         operands = {
             "x": f"tensordesc<{dtype}[{tile.block_m},{table.block_k}]>",
@@ -256,13 +295,14 @@ def _form(target: str, table: GemmTable, tile: GemmTile, dtype: str, descriptors
     pointers = {"bias": f"*{dtype}", "out": f"*{dtype}"}
     signature = operands | pointers | dict.fromkeys(_SIZES, "i32") | dict.fromkeys(strides, "i32")
     by_pointer = () if descriptors else ("x", "weight")
+    depth = () if kind == "pointers.odd" else ("depth",)
     return Form(
-        name=f"gemm.{dtype}.{tile.block_m}x{tile.columns}.{'descriptors' if descriptors else 'pointers'}",
+        name=f"gemm.{dtype}.{tile.block_m}x{tile.columns}.{kind}",
         target=target,
         kernel=gemm_kernel,
         signature=signature,
         constants=_constants(table, tile, descriptors, True) | {"EMULATE": False},
-        aligned=(*by_pointer, "bias", "out", "columns", "depth", *strides),
+        aligned=(*by_pointer, "bias", "out", "width", *depth, *strides),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         tags=frozenset({table.instruction}),

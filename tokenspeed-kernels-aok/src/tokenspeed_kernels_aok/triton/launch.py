@@ -42,6 +42,18 @@ class Form:
     tags: frozenset[str] = field(default_factory=frozenset)
 
 
+def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *arguments: Any, **constants: Any) -> None:
+    """Launch `kernel` on the current stream of `device`, where its operands are.
+
+    The one place that does: Triton takes the calling thread's current device, whose operands these need not be.
+    """
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        kernel[grid](*arguments, **constants, **OPTIONS)
+    else:
+        with torch.cuda.device(device):
+            kernel[grid](*arguments, **constants, **OPTIONS)
+
+
 @cache
 def arch_of(device: torch.device) -> str:
     """`sm90` for a Hopper GPU; interpreted runs on the CPU count as `INTERPRETER_ARCH`."""

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from tokenspeed_kernels_aok.triton.arith import tree_sum
-from tokenspeed_kernels_aok.triton.launch import OPTIONS, TRITON_DTYPES, Form
+from tokenspeed_kernels_aok.triton.launch import TRITON_DTYPES, Form, launch
 from tokenspeed_kernels_aok.triton.noise import exp, log
 
 PIECE = 4096
@@ -117,7 +117,7 @@ def _left_fold(values, count, AHEAD: tl.constexpr):
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "id_row"])
 def score_kernel(
     logits,
     temperature,
@@ -155,9 +155,8 @@ def row_peaks(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
     """Largest z of each piece, fp32[R, pieces]."""
     rows, vocabulary = logits.shape
     peaks = torch.empty(rows, triton.cdiv(vocabulary, PIECE), dtype=torch.float32, device=logits.device)
-    peak_kernel[peaks.shape](
-        logits, temperature, peaks, vocabulary, logits.stride(0), PIECE=PIECE, num_warps=8, **OPTIONS
-    )
+    operands = (logits, temperature, peaks)
+    launch(peak_kernel, peaks.shape, logits.device, *operands, vocabulary, logits.stride(0), PIECE=PIECE, num_warps=8)
     return peaks
 
 
@@ -188,7 +187,10 @@ def logprobs(
     peaks = row_peaks(logits, temperature)
     sums = torch.empty(rows, triton.cdiv(vocabulary, block), dtype=torch.float32, device=logits.device)
     _sum_blocks(logits, peaks, temperature, block, sums)
-    score_kernel[(rows, triton.cdiv(ids.shape[1], _SCORES))](
+    launch(
+        score_kernel,
+        (rows, triton.cdiv(ids.shape[1], _SCORES)),
+        logits.device,
         logits,
         temperature,
         peaks,
@@ -206,7 +208,6 @@ def logprobs(
         SCORES=_SCORES,
         AHEAD=_AHEAD,
         num_warps=1,
-        **OPTIONS,
     )
     return out
 
@@ -215,7 +216,10 @@ def _sum_blocks(
     logits: torch.Tensor, peaks: torch.Tensor, temperature: torch.Tensor, block: int, sums: torch.Tensor
 ) -> None:
     """Fill `sums` [R, blocks]; peaks [R, n] are the largest z of n parts of each row, and contiguous."""
-    sumexp_kernel[sums.shape](
+    launch(
+        sumexp_kernel,
+        sums.shape,
+        logits.device,
         logits,
         temperature,
         peaks.contiguous(),
@@ -227,7 +231,6 @@ def _sum_blocks(
         WIDTH=triton.next_power_of_2(peaks.shape[1]),
         **_sum_constants(block),
         num_warps=4,
-        **OPTIONS,
     )
 
 
@@ -259,20 +262,16 @@ def forms(target: str) -> Iterator[Form]:
                 {"WIDTH": 64} | _sum_constants(block),
                 ("logits", "row_stride"),
             )
-        sizes = ("vocabulary", "row_stride", "peak_count", "blocks")
+        sizes = ("vocabulary", "row_stride", "peak_count", "blocks", "count", "id_row")
         for megatron in (False, True):
-            # A decode step scores one token a row; Triton compiles a size of 1 as a constant.
-            for name, ids in (("", {"count": "i32", "id_row": "i32"}), (".one", {})):
-                yield Form(
-                    f"sampling.score.{'megatron' if megatron else 'torch'}.{dtype}{name}",
-                    target,
-                    score_kernel,
-                    logits
-                    | {"peaks": "*fp32", "sums": "*fp32", "ids": "*i64", "out": "*fp32"}
-                    | dict.fromkeys(sizes, "i32")
-                    | ids,
-                    {"MEGATRON": megatron, "WIDTH": 64, "SCORES": _SCORES, "AHEAD": _AHEAD}
-                    | ({} if ids else {"count": 1, "id_row": 1}),
-                    ("logits", "row_stride"),
-                    num_warps=1,
-                )
+            yield Form(
+                f"sampling.score.{'megatron' if megatron else 'torch'}.{dtype}",
+                target,
+                score_kernel,
+                logits
+                | {"peaks": "*fp32", "sums": "*fp32", "ids": "*i64", "out": "*fp32"}
+                | dict.fromkeys(sizes, "i32"),
+                {"MEGATRON": megatron, "WIDTH": 64, "SCORES": _SCORES, "AHEAD": _AHEAD},
+                ("logits", "row_stride"),
+                num_warps=1,
+            )

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from tokenspeed_kernels_aok.triton.arith import narrow, tree_sum
-from tokenspeed_kernels_aok.triton.launch import INTERPRETED, OPTIONS, TRITON_DTYPES, Form
+from tokenspeed_kernels_aok.triton.launch import INTERPRETED, TRITON_DTYPES, Form, launch
 
 # Elements that a program holds; rows shorter than this are taken several at a time.
 _TILE = 2048
@@ -108,9 +108,9 @@ def _launch(
     hidden = x.shape[-1]
     rows = out.numel() // hidden
     constants, num_warps = _shape(hidden, fused)
-    rms_kernel[(triton.cdiv(rows, constants["ROWS"]),)](
-        x, residual, weight, out, total, rows, inner, *strides, eps, **constants, num_warps=num_warps, **OPTIONS
-    )
+    operands = (x, residual, weight, out, total)
+    grid = (triton.cdiv(rows, constants["ROWS"]),)
+    launch(rms_kernel, grid, out.device, *operands, rows, inner, *strides, eps, **constants, num_warps=num_warps)
 
 
 def _shape(hidden: int, fused: bool) -> tuple[dict[str, Any], int]:

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from tokenspeed_kernels_aok.triton.arith import narrow
-from tokenspeed_kernels_aok.triton.launch import INTERPRETED, OPTIONS, TRITON_DTYPES, Form
+from tokenspeed_kernels_aok.triton.launch import INTERPRETED, TRITON_DTYPES, Form, launch
 
 # Heads that a program rotates with one load of the angles.
 _HEADS = 8
@@ -136,7 +136,10 @@ def apply(
     if tokens:
         constants = _constants(q_heads, k.shape[1], head_dim, cos_sin.shape[1], interleaved)
         tile = constants["TILE"]
-        rope_kernel[(tokens, triton.cdiv(q_heads, tile) + triton.cdiv(k.shape[1], tile))](
+        launch(
+            rope_kernel,
+            (tokens, triton.cdiv(q_heads, tile) + triton.cdiv(k.shape[1], tile)),
+            q.device,
             q,
             k,
             q_out,
@@ -150,7 +153,6 @@ def apply(
             cos_sin.stride(0),
             **constants,
             num_warps=4,
-            **OPTIONS,
         )
     return q_out, k_out
 

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tokenspeed_kernels_aok.triton.launch import OPTIONS, TRITON_DTYPES, Form
+from tokenspeed_kernels_aok.triton.launch import TRITON_DTYPES, Form, launch
 from tokenspeed_kernels_aok.triton.logprobs import PIECE, row_peak, row_peaks, scaled
 from tokenspeed_kernels_aok.triton.noise import exp, gumbel, log
 
@@ -228,7 +228,10 @@ def sample(
     width = triton.next_power_of_2(pieces)
     bound_keys = torch.empty(rows, dtype=torch.int32, device=device)
     bound_ids = torch.empty(rows, dtype=torch.int64, device=device)
-    bound_kernel[(rows,)](
+    launch(
+        bound_kernel,
+        (rows,),
+        device,
         logits,
         temperature,
         top_k,
@@ -242,11 +245,13 @@ def sample(
         WIDTH=width,
         STEP=_STEP,
         num_warps=16,
-        **OPTIONS,
     )
     best_scores = torch.empty_like(peaks)
     best_ids = torch.empty(peaks.shape, dtype=torch.int32, device=device)
-    draw_kernel[(rows, pieces)](
+    launch(
+        draw_kernel,
+        (rows, pieces),
+        device,
         logits,
         temperature,
         min_p,
@@ -263,9 +268,8 @@ def sample(
         WIDTH=width,
         PIECE=PIECE,
         num_warps=8,
-        **OPTIONS,
     )
-    pick_kernel[(rows,)](peaks, best_scores, best_ids, ids, pieces, WIDTH=width, num_warps=1, **OPTIONS)
+    launch(pick_kernel, (rows,), device, peaks, best_scores, best_ids, ids, pieces, WIDTH=width, num_warps=1)
     return ids
 
 

@@ -43,6 +43,7 @@ def _spec(
     prepare: str | None = None,
     traits: Mapping[str, Iterable[TraitValue]] | None = None,
     architecture: str | None = None,
+    row_counts: str | None = None,
 ) -> KernelSpec:
     """A kernel whose `roles` all have one dtype; for one architecture, or with the same order on all of them."""
     module = "tokenspeed_kernels_aok.triton"
@@ -63,13 +64,16 @@ def _spec(
         traits=trait_table(traits or {}),
         priority=Priority.PERFORMANT,
         bit_order=f"aok-triton/{operator}{suffix}@1",
+        row_counts=f"{module}.{row_counts}" if row_counts else None,
     )
 
 
-def _matrix_specs(architecture: str) -> Iterator[KernelSpec]:
-    yield _spec("gemm.linear", "gemm:linear", "x", "weight", prepare="gemm:prepare_linear", architecture=architecture)
-    yield _spec("gemm.batched", "gemm:batched", "x", "weight", architecture=architecture)
-    yield _spec("attention.paged", "attention:paged", "x", "kv", traits=_ATTENTION, architecture=architecture)
+def _matrix_specs(arch: str) -> Iterator[KernelSpec]:
+    counts, pages = "gemm:row_counts", "attention:row_counts"
+    prepare = "gemm:prepare_linear"
+    yield _spec("gemm.linear", "gemm:linear", "x", "weight", prepare=prepare, architecture=arch, row_counts=counts)
+    yield _spec("gemm.batched", "gemm:batched", "x", "weight", architecture=arch, row_counts=counts)
+    yield _spec("attention.paged", "attention:paged", "x", "kv", traits=_ATTENTION, architecture=arch, row_counts=pages)
 
 
 def triton_specs() -> tuple[KernelSpec, ...]:

@@ -58,13 +58,25 @@ class GemmTable:
     descriptors: bool
     tiles: tuple[GemmTile, ...]
 
-    def choose(self, m: int, n: int, multiprocessors: int) -> GemmTile:
+    def choose(self, m: int, n: int, multiprocessors: int, groups: int = 1) -> GemmTile:
         """The largest tile that is at least half full in M and still gives every multiprocessor one; else the last."""
-        for tile in self.tiles:
-            count = -(-m // tile.block_m) * -(-n // tile.columns)
-            if 2 * m > tile.block_m and count >= multiprocessors:
+        for tile in self.tiles[:-1]:
+            if m >= self._least_rows(tile, n, multiprocessors, groups):
                 return tile
         return self.tiles[-1]
+
+    def row_counts(self, n: int, multiprocessors: int, groups: int = 1) -> tuple[int, ...]:
+        """For each tile that some number of rows chooses the least such number, ascending; the first is 1."""
+        least = [self._least_rows(tile, n, multiprocessors, groups) for tile in self.tiles[:-1]]
+        # A larger tile comes first, so that one which needs as many rows as a smaller one leaves that one nothing.
+        chosen = [count for at, count in enumerate(least) if count < min(least[:at], default=count + 1)]
+        return tuple(sorted({1, *chosen}))
+
+    @staticmethod
+    def _least_rows(tile: GemmTile, n: int, multiprocessors: int, groups: int) -> int:
+        """The least M that makes `tile` half full and gives every multiprocessor one."""
+        across = groups * -(-n // tile.columns)
+        return max(tile.block_m // 2, (-(-multiprocessors // across) - 1) * tile.block_m) + 1
 
 
 _AMPERE_SMALL = (
