@@ -329,6 +329,16 @@ def test_a_longer_sequence_between_a_checkpointed_forward_and_its_backward(
     assert model.model.embed_tokens.weight.grad.isfinite().all()
 
 
+def test_a_batch_without_tokens_is_refused(make_folder: MakeFolder, load_trainer: Load) -> None:
+    model = load_trainer(make_folder("Llama", torch.float32))
+    adopt(model)
+    for shape in ((0, 5), (2, 0)):
+        with pytest.raises(ValueError, match=f"the batch is empty: {shape[0]} rows of {shape[1]} tokens"):
+            model(torch.zeros(shape, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"input_ids is \[5\], expected \[batch, columns\]"):
+        model(torch.zeros(5, dtype=torch.int64))
+
+
 class TestRestore:
     """`restore` leaves nothing behind, in the model or outside it."""
 

@@ -44,6 +44,11 @@ def test_packed_by_positions_and_padded() -> None:
     assert found.slots.tolist() == [0, 1, 2, 16, 17, 32]
 
 
+def test_one_row_of_positions_for_all() -> None:
+    for positions in ([0, 1, 0], [[0, 1, 0]]):
+        assert layout((2, 3), position_ids=positions).context_lens.tolist() == [2, 1, 2, 1]
+
+
 def test_packed_by_lengths() -> None:
     found = layout((1, 6), cu_seq_lens=[0, 4, 6])
     assert found.context_lens.tolist() == [4, 2]
@@ -75,6 +80,11 @@ def test_finished_rows_have_no_queries() -> None:
         ((1, 3), {"position_ids": [[1, 2, 3]]}, r"\[0,0\] at 1, the engine at 0"),
         ((2, 3), {"cu_seq_lens": [0, 6]}, "batch of one row"),
         ((1, 3), {"cu_seq_lens": [0, 2]}, "should rise from 0 to the 3 tokens"),
+        ((1, 3), {"cu_seq_lens": []}, "should rise from 0 to the 3 tokens"),
+        ((0, 3), {}, "the batch is empty: 0 rows of 3 tokens"),
+        ((2, 0), {}, "the batch is empty: 2 rows of 0 tokens"),
+        ((2, 3), {"position_ids": [[0, 1]] * 2}, r"position_ids is \[2, 2\], expected \[2, 3\]"),
+        ((2, 3), {"position_ids": [[[0, 1, 2]] * 2] * 3}, r"position_ids is \[3, 2, 3\], expected \[2, 3\]"),
         ((1, 3), {"cu_seq_lens": [0, 3], "past": 1}, "together with a cache"),
         ((2, 5), {"attention_mask": [[1] * 5, [0, 0, 1, 1, 1]], "max_positions": 4}, "5 tokens, .* ends at 4"),
     ],

@@ -68,13 +68,15 @@ def make_layout(
 ) -> Layout:
     """The layout of a batch of `shape` (B, S) behind `past` cached columns.
 
-    `attention_mask` [B, past + S] is 1 for tokens and 0 for padding. Raises ValueError where a row does not hold whole
-    sequences, where one is longer than `max_positions`, or where `position_ids` place a token elsewhere than the engine
-    would.
+    `attention_mask` [B, past + S] is 1 for tokens and 0 for padding. Raises ValueError where there is no token, where a
+    row does not hold whole sequences, where one is longer than `max_positions`, or where `position_ids` place a token
+    elsewhere than the engine would.
     """
     batch, columns = shape
+    if not batch or not columns:
+        raise ValueError(f"the batch is empty: {batch} rows of {columns} tokens; leave the call out, or pad it")
     real = _real(attention_mask, batch, past + columns)
-    given = None if position_ids is None else position_ids.expand(batch, columns).cpu().numpy()
+    given = None if position_ids is None else _positions(position_ids, batch, columns)
     if past and (cu_seq_lens is not None):
         raise ValueError("cu_seq_lens_q was given together with a cache; packed sequences start without one")
     resets = given if given is not None and not past else None
@@ -125,6 +127,13 @@ def _real(mask: torch.Tensor | None, batch: int, columns: int) -> np.ndarray:
     return values.astype(bool)
 
 
+def _positions(position_ids: torch.Tensor, batch: int, columns: int) -> np.ndarray:
+    """int64[B,S]; one row may stand for all."""
+    if position_ids.shape not in ((batch, columns), (1, columns), (columns,)):
+        raise ValueError(f"position_ids is {list(position_ids.shape)}, expected {[batch, columns]}")
+    return position_ids.expand(batch, columns).cpu().numpy()
+
+
 def _starts(
     real: np.ndarray, rows: np.ndarray, position_ids: np.ndarray | None, cu_seq_lens: torch.Tensor | None
 ) -> np.ndarray:
@@ -134,6 +143,7 @@ def _starts(
         if (
             real.shape[0] != 1
             or not real.all()
+            or not len(bounds)
             or bounds[0] != 0
             or bounds[-1] != len(rows)
             or (np.diff(bounds) < 1).any()

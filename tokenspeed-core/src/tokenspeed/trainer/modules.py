@@ -162,6 +162,8 @@ def decoder_forward(
     inputs: Any = input_ids if input_ids is not None else kwargs.get("inputs_embeds")
     if inputs is None:
         raise ValueError("give input_ids or inputs_embeds")
+    if input_ids is not None and input_ids.ndim != 2:
+        raise ValueError(f"input_ids is {list(input_ids.shape)}, expected [batch, columns]")
     if isinstance(attention_mask, dict):
         raise ValueError(
             "attention_mask is a mapping of prepared masks, as a static cache needs them; give [batch, columns] or "
