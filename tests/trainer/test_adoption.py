@@ -329,6 +329,30 @@ def test_a_longer_sequence_between_a_checkpointed_forward_and_its_backward(
     assert model.model.embed_tokens.weight.grad.isfinite().all()
 
 
+@torch.no_grad()
+def test_a_dtype_that_the_model_was_not_adopted_in(make_folder: MakeFolder, load_trainer: Load) -> None:
+    """The kernels are those of an engine of one dtype, and a router's logits are in it."""
+    folder, ids = make_folder("Qwen3Moe", torch.float32), torch.tensor([ragged()[5]])
+    model = load_trainer(folder).eval()
+    half = load_trainer(folder).eval().bfloat16()
+    adopt(half)
+    expected = half(ids).logits
+    adopt(model)
+    model.bfloat16()
+    with pytest.raises(ValueError, match=r"adopted in torch.float32 and computes in torch.bfloat16"):
+        model(ids)
+    restore(model)
+    adopt(model)
+    assert torch.equal(model(ids).logits, expected)
+    # As the mixed precision of `fully_shard`: parameters of one dtype, and a forward with copies in another.
+    kept = load_trainer(folder).eval()
+    assert adopt(kept, dtype=torch.bfloat16).dtype == "bfloat16"
+    copies = {name: tensor.bfloat16() for name, tensor in kept.named_parameters()}
+    assert torch.equal(torch.func.functional_call(kept, copies, (ids,)).logits, expected)
+    with pytest.raises(ValueError, match=r"adopted in torch.bfloat16 and computes in torch.float32"):
+        kept(ids)
+
+
 def test_a_batch_without_tokens_is_refused(make_folder: MakeFolder, load_trainer: Load) -> None:
     model = load_trainer(make_folder("Llama", torch.float32))
     adopt(model)

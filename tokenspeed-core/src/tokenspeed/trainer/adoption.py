@@ -21,7 +21,7 @@ from tokenspeed.errors import CheckpointError, PluginError, Problem, StartRefuse
 from tokenspeed.kernels.registry import KernelRegistry
 from tokenspeed.kernels.select import Pins, select
 from tokenspeed.kernels.spec import KernelSpec
-from tokenspeed.layers.context import LayerContext
+from tokenspeed.layers.context import LayerContext, dtype_name
 from tokenspeed.loading.update import fitting
 from tokenspeed.machine import read_machine
 from tokenspeed.models.profile import ModelProfile
@@ -54,13 +54,19 @@ class Adoption:
 
 
 def adopt(
-    model: nn.Module, *, plugins: tuple[str, ...] | None = None, kernel: Mapping[str, str] | None = None
+    model: nn.Module,
+    *,
+    dtype: torch.dtype | None = None,
+    plugins: tuple[str, ...] | None = None,
+    kernel: Mapping[str, str] | None = None,
 ) -> Adoption:
     """Make `model`, a `transformers` causal language model, compute the logits of an engine under `rl-bitwise`.
 
     In place; parameters stay where they are and gradients flow as before. Any batch shape is read: one sequence in a
     row, padded left or right, or packed with `position_ids` that start again. All parameters must have one dtype, the
-    engine's, except that routers may be kept in fp32. `plugins` and `kernel` are the engine's options of these names.
+    engine's, except that routers may be kept in fp32. Where something else converts them for every forward pass (the
+    mixed precision of `fully_shard`), `dtype` is what they are converted to and what the engine has. `plugins` and
+    `kernel` are the engine's options of these names.
 
     Raises StartRefused with every reason: an architecture, module or setting that is not in the table, or an operator
     that no installed kernel offers with the required features. The model is then as it was.
@@ -73,7 +79,7 @@ def adopt(
         raise TypeError(
             f"{type(model).__name__} is no transformers model; adopt the one inside it before it is wrapped"
         )
-    twin, dtype = _plan_twin(model, *kernels.read_options(plugins, kernel))
+    twin = _plan_twin(model, dtype, *kernels.read_options(plugins, kernel))
     planned = list(_plan_modules(model, twin))
     _check_weights(model, twin)
     kernels.load(twin.choices.values())
@@ -83,7 +89,7 @@ def adopt(
     transformers.AttentionMaskInterface.register(ATTENTION, modules.no_mask)
     adoption = Adoption(
         type(model).__name__,
-        str(dtype).removeprefix("torch."),
+        dtype_name(twin.dtype),
         _names_by_operator(twin.choices.values()),
         _counts(module for module, _, _ in planned),
         model.config._attn_implementation,
@@ -112,12 +118,13 @@ def restore(model: nn.Module) -> None:
     restored.set_attn_implementation(adoption.attention)
 
 
-def _plan_twin(model: Any, plugins: tuple[str, ...] | None, pins: Mapping[str, str]) -> tuple[Twin, torch.dtype]:
+def _plan_twin(model: Any, dtype: torch.dtype | None, plugins: tuple[str, ...] | None, pins: Mapping[str, str]) -> Twin:
     """The engine's model of the same configuration and its kernels. Raises StartRefused."""
     host = load_plugins(plugins)
     registry = KernelRegistry.from_plugins(host)
     table = _entries(type(model).__name__)
-    dtype, device = _one(model, "dtype", table), _one(model, "device", {})
+    own, device = _one(model, "dtype", table), _one(model, "device", {})
+    dtype = dtype or own
     resolution = resolve(
         ENVELOPE, "transformers", profiles=host.trainer_profiles(), kernels=registry, device=device.type
     )
@@ -138,7 +145,7 @@ def _plan_twin(model: Any, plugins: tuple[str, ...] | None, pins: Mapping[str, s
     )
     if problems := [*problems, *selection.problems]:
         raise StartRefused(problems)
-    return Twin(built, selection.choices), dtype
+    return Twin(built, selection.choices, dtype)
 
 
 def _one(model: nn.Module, what: str, table: Mapping[type, Entry]) -> Any:

@@ -30,9 +30,10 @@ class KernelPlan:
 
 @dataclass(frozen=True)
 class DecoderPlan:
-    """For the decoder: the longest sequence that the engine's model reads, in tokens."""
+    """For the decoder: the longest sequence that the engine's model reads, in tokens, and the engine's dtype."""
 
     max_positions: int
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -182,7 +183,14 @@ def decoder_forward(
     )
     # The class's own forward would derive a mask from the positions of packed sequences; nobody would read it.
     kwargs |= {LAYOUT: layout, "input_ids": input_ids, "attention_mask": None}
-    return type(self).forward(self, position_ids=layout.position_ids, **kwargs)
+    out = type(self).forward(self, position_ids=layout.position_ids, **kwargs)
+    if out[0].dtype != plan.dtype:
+        # An engine of the other dtype may have other kernels.
+        raise ValueError(
+            f"this model was adopted in {plan.dtype} and computes in {out[0].dtype}: `restore` it and adopt it again, "
+            "with `dtype` where its parameters are converted for every forward pass"
+        )
+    return out
 
 
 def no_attention(*_args: Any, **_kwargs: Any) -> tuple[torch.Tensor, None]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
 from tokenspeed.kernels.spec import KernelSpec, Need
@@ -35,10 +36,11 @@ _ENGINE_NAMES = {
 
 @dataclass(frozen=True)
 class Twin:
-    """The engine's model without memory, and the kernel of each of its call sites."""
+    """The engine's model without memory, the kernel of each of its call sites, and its dtype."""
 
     model: CausalLM
     choices: Mapping[Need, KernelSpec]
+    dtype: torch.dtype
     _angles: dict[RotaryEmbedding, Angles] = field(default_factory=dict)
 
     def angles(self, rotary: RotaryEmbedding) -> Angles:
@@ -86,7 +88,7 @@ def _linear(_module: nn.Linear, layer: Any, twin: Twin) -> modules.KernelPlan | 
 
 
 def _decoder(_module: Any, _layer: Any, twin: Twin) -> modules.DecoderPlan:
-    return modules.DecoderPlan(twin.model.max_positions)
+    return modules.DecoderPlan(twin.model.max_positions, twin.dtype)
 
 
 def _norm(module: Any, layer: RMSNorm, twin: Twin) -> modules.KernelPlan:
