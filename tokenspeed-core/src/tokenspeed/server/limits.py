@@ -68,8 +68,8 @@ class Limits:
             )
             raise ApiError(400, message, param="prompt" if prompts > n else "n", reason="invalid_value")
 
-    def logit_bias(self, bias: Mapping[str, float] | None) -> dict[int, float] | None:
-        """JSON's string keys as token ids; a key that is no id of the vocabulary raises ApiError."""
+    def logit_bias(self, bias: Mapping[str, Any] | None) -> dict[int, float] | None:
+        """JSON's string keys as token ids. Raises ApiError for a key that is no id, or a value that is no number."""
         if not bias:
             return None
         out: dict[int, float] = {}
@@ -77,6 +77,8 @@ class Limits:
             if not (key.isascii() and key.isdigit() and len(key) < 12 and int(key) < self.vocab_size):
                 message = f"logit_bias: token id {key[:32]!r} is not in the vocabulary (0 to {self.vocab_size - 1})"
                 raise ApiError(400, message, param="logit_bias", reason="token_out_of_vocabulary")
+            if type(value) not in (int, float):
+                raise ApiError(400, f"logit_bias.{key}: expected a number", param="logit_bias", reason="invalid_value")
             out[int(key)] = value
         return out
 

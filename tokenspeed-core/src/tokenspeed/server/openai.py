@@ -16,8 +16,8 @@ from tokenspeed.server.errors import ApiError
 from tokenspeed.server.fields import (
     IGNORED,
     UNSUPPORTED,
-    Finite,
     Int64,
+    ListOf,
     Penalty,
     StrictModel,
     TokenCount,
@@ -28,7 +28,7 @@ from tokenspeed.server.logprobs import LogprobsEncoding, check_encoding
 
 DEFAULT_MAX_TOKENS = 16
 _WITH_DEFAULTS = {field.name for field in fields(SamplingDefaults)}
-TokenIds = list[Annotated[int, Field(ge=0)]]
+TokenIds = ListOf[Annotated[int, Field(ge=0)]]
 
 
 class StreamOptions(StrictModel):
@@ -51,12 +51,12 @@ class SamplingFields(StrictModel):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)] | None = None
-    logit_bias: dict[str, Finite] | None = None
+    logit_bias: dict[str, Any] | None = None
     allowed_token_ids: TokenIds | None = None
     seed: Int64 | None = None
     max_tokens: TokenCount | None = None
     min_tokens: TokenCount | None = None
-    stop: str | list[str] | None = None
+    stop: str | ListOf[str] | None = None
     stop_token_ids: TokenIds | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
@@ -178,13 +178,13 @@ class ChatCompletionRequest(RequestFields):
         "web_search_options": (),
     }
 
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    messages: Annotated[ListOf[dict[str, Any]], Field(min_length=1)]
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=-1)] | None = None
     max_completion_tokens: TokenCount | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: ListOf[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
-    documents: list[dict[str, Any]] | None = None
+    documents: ListOf[dict[str, Any]] | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
@@ -229,27 +229,27 @@ class TokenizeRequest(StrictModel):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1)] | None = None
+    messages: Annotated[ListOf[dict[str, Any]], Field(min_length=1)] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: ListOf[dict[str, Any]] | None = None
 
 
 class DetokenizeRequest(StrictModel):
     """`POST /detokenize`."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: ListOf[int]
     skip_special_tokens: bool | None = None
 
 
 class AbortRequests(StrictModel):
     """`POST /abort_requests`: an empty list aborts everything."""
 
-    request_ids: list[str] = Field(default_factory=list)
+    request_ids: ListOf[str] = Field(default_factory=list)
 
 
 PauseMode = Literal["abort", "wait", "keep"]

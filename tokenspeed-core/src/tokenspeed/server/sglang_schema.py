@@ -8,7 +8,7 @@ from pydantic import Field
 
 from tokenspeed.engine.request import SamplingParams
 from tokenspeed.server.errors import ApiError
-from tokenspeed.server.fields import Finite, Int64, Penalty, StrictModel, TokenCount, UnitInterval
+from tokenspeed.server.fields import Int64, ListOf, Penalty, StrictModel, TokenCount, UnitInterval
 from tokenspeed.server.limits import Limits
 from tokenspeed.server.logprobs import LogprobsEncoding, check_encoding
 from tokenspeed.server.openai import TokenIds
@@ -39,8 +39,8 @@ class SglangSampling(StrictModel):
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    logit_bias: dict[str, Finite] | None = None
-    stop: str | list[str] | None = None
+    logit_bias: dict[str, Any] | None = None
+    stop: str | ListOf[str] | None = None
     stop_token_ids: TokenIds | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
@@ -84,10 +84,10 @@ class GenerateRequest(StrictModel):
         "video_data": (),
     }
 
-    text: str | list[str] | None = None
+    text: str | ListOf[str] | None = None
     input_ids: list[Any] | None = None
-    sampling_params: SglangSampling | list[SglangSampling] = Field(default_factory=SglangSampling)
-    rid: str | list[str] | None = None
+    sampling_params: SglangSampling | ListOf[SglangSampling] = Field(default_factory=SglangSampling)
+    rid: str | ListOf[str] | None = None
     return_logprob: bool | None = None
     logprob_start_len: Annotated[int, Field(ge=-1)] | None = None
     top_logprobs_num: Annotated[int, Field(ge=0)] | None = None

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from tokenspeed.engine.request import PositionLogprobs, TokenLogprob
 from tokenspeed.server.errors import ApiError, JsonResponse
-from tokenspeed.server.fields import UNSUPPORTED, StrictModel
+from tokenspeed.server.fields import UNSUPPORTED, ListOf, StrictModel
 from tokenspeed.server.generation import Generation, Job, Prompt, Sample
 from tokenspeed.server.logprobs import LogprobWriter, base64_logprobs, cut, json_logprob
 from tokenspeed.server.openai import DEFAULT_MAX_TOKENS, SamplingFields
@@ -36,7 +36,7 @@ class TokenRequest(StrictModel):
     ignored = frozenset({"cache_salt", "priority", "return_token_ids", "session_id", "stream_options"})
     unsupported: ClassVar = {"features": (), "kv_transfer_params": (), "lora_path": ()}
 
-    token_ids: list[int]
+    token_ids: ListOf[int]
     sampling_params: TokenSampling = Field(default_factory=TokenSampling)
     model: str | None = None
     request_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
