@@ -25,6 +25,7 @@ from tokenspeed.engine.request import Request, SamplingParams
 from tokenspeed.engine.sampler import SamplingOperators
 from tokenspeed.errors import ConfigError
 from tokenspeed.kernels.reference import sampling
+from tokenspeed.numerics.settings import GpuSettings
 from tokenspeed.testing.context_model import ContextModel
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -257,20 +258,24 @@ def test_an_engine_over_it_gives_what_one_on_a_cpu_gives() -> None:
 
 def test_settings_reach_torch_and_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     matmul = torch.backends.cuda.matmul
-    names = ("allow_tf32", "allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
-    before = {name: getattr(matmul, name) for name in names}, torch.backends.cudnn.allow_tf32
+    names = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
+    before = {name: getattr(matmul, name) for name in names}, torch.get_float32_matmul_precision()
     monkeypatch.setenv("NCCL_PROTO", "LL")
     try:
-        apply_settings(False, {"NCCL_PROTO": "Simple"})
-        assert [getattr(matmul, name) for name in names] == [False] * 3
-        assert not torch.backends.cudnn.allow_tf32
+        # What a trainer may have done; torch raises where some of its ways of setting this are mixed.
+        torch.set_float32_matmul_precision("high")
+        apply_settings(GpuSettings("highest", {"NCCL_PROTO": "Simple"}))
+        assert [getattr(matmul, name) for name in names] == [False] * 2
+        assert (matmul.allow_tf32, matmul.fp32_precision) == (False, "ieee")
+        assert torch.get_float32_matmul_precision() == "highest"
         assert os.environ["NCCL_PROTO"] == "Simple"
-        apply_settings(True, {})
+        apply_settings(GpuSettings())
         assert matmul.allow_tf32
+        assert torch.get_float32_matmul_precision() == "high"
     finally:
         for name, value in before[0].items():
             setattr(matmul, name, value)
-        torch.backends.cudnn.allow_tf32 = before[1]
+        torch.set_float32_matmul_precision(before[1])
 
 
 def test_other_devices_are_refused() -> None:

@@ -103,7 +103,7 @@ def test_a_footprint_counts_the_widest_projection_and_the_logits() -> None:
 def test_settings_follow_the_switches() -> None:
     tight, problems = gpu_settings(numerics("rl-bitwise"), "cuda", {})
     assert problems == ()
-    assert not tight.tf32
+    assert tight.precision == "highest"
     assert tight.environment == {
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
         "NCCL_ALGO": "Ring",
@@ -118,7 +118,41 @@ def test_settings_follow_the_switches() -> None:
     assert gpu_settings(numerics("auto"), "cuda", {"NCCL_ALGO": "Tree"}) == (GpuSettings(), ())
     assert gpu_settings(numerics("rl-bitwise"), "cpu", {"NCCL_ALGO": "Tree"}) == (GpuSettings(), ())
     alone = gpu_settings(numerics("auto", collectives="ordered"), "cuda", {})[0]
-    assert (alone.tf32, set(alone.environment)) == (True, {"NCCL_ALGO", "NCCL_PROTO"})
+    assert (alone.precision, set(alone.environment)) == ("high", {"NCCL_ALGO", "NCCL_PROTO"})
+
+
+def test_a_process_that_used_the_gpu_is_told_what_changes_for_it() -> None:
+    """A trainer beside the engine computes with the same settings; what libraries have read they do not read again."""
+    tight = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}
+    notes = {
+        (precision, given): gpu_settings(numerics("rl-bitwise"), "cuda", tight if given else {}, precision)[0].note
+        for precision in ("", "high", "highest")
+        for given in (False, True)
+    }
+    assert notes["high", False] == (
+        "this process used the GPU before; everything in it now has torch's precision of fp32 products highest "
+        "(it was high), CUBLAS_WORKSPACE_CONFIG=:4096:8, NCCL_ALGO=Ring, NCCL_PROTO=Simple; a library that runs "
+        "already does not read CUBLAS_WORKSPACE_CONFIG, NCCL_ALGO, NCCL_PROTO again"
+    )
+    assert notes["high", True].endswith("highest (it was high)")
+    assert "fp32" not in notes["highest", False]
+    assert {notes["", False], notes["", True], notes["highest", True]} == {""}
+    assert "high (it was highest)" in gpu_settings(numerics("auto"), "cuda", {}, "highest")[0].note
+
+
+def test_the_note_is_on_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "medium")
+    plan = startup.prepare(config(), H200).plan
+    assert any("products highest (it was medium)" in note for note in plan.notes)
+
+    def mixed() -> str:
+        raise RuntimeError("mix of the legacy and new APIs")
+
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", mixed)
+    assert any("(it was mixed)" in note for note in startup.prepare(config(), H200).plan.notes)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    assert not any("used the GPU" in note for note in startup.prepare(config(), H200).plan.notes)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -114,6 +115,17 @@ def read_machine(device: str = "cpu") -> Machine:
             **common,
         )
     raise ConfigError(f"--device: {device!r} is not one of cpu, cuda")
+
+
+def gpu_used_with() -> str:
+    """torch's precision of fp32 products where this process has used a GPU, as a trainer beside it has; else empty."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return ""
+    try:
+        return str(torch.get_float32_matmul_precision())
+    except RuntimeError:  # set by two of torch's ways, of which one does not know the other
+        return "mixed"
 
 
 def _why_no_gpu(torch: Any) -> str:

@@ -8,7 +8,7 @@ overwrite what earlier work reads.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 from weakref import WeakSet
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from tokenspeed.errors import ConfigError
+from tokenspeed.numerics.settings import GpuSettings
 
 _HOST_BUFFERS = 2
 """Host sides of an arena on a GPU: one may still be copied from while the next step is written."""
@@ -210,14 +211,14 @@ def open_device(name: str) -> Device:
     raise ConfigError(f"--device: {name!r} is not one of cpu, cuda")
 
 
-def apply_settings(tf32: bool, environment: Mapping[str, str]) -> None:
-    """Make this process compute as the envelope wants, before anything on the GPU was created.
+def apply_settings(settings: GpuSettings) -> None:
+    """Make this process compute as the envelope wants, before the engine's first product on the GPU.
 
-    `environment` is read by cuBLAS and NCCL when they start; `numerics.settings` checked that nothing contradicts it.
+    The environment is read by cuBLAS and NCCL when they start; `numerics.settings` checked that nothing contradicts it.
     """
-    os.environ.update(environment)
-    torch.backends.cuda.matmul.allow_tf32 = tf32
-    torch.backends.cudnn.allow_tf32 = tf32
-    if not tf32:
+    os.environ.update(settings.environment)
+    # Of torch's three ways the one after which the other two can still be read; the others make some of them raise.
+    torch.set_float32_matmul_precision(settings.precision)
+    if settings.precision == "highest":
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False

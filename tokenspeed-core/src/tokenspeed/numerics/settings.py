@@ -1,8 +1,12 @@
-"""What a process must set before it touches a GPU, so that libraries keep to the resolved switches.
+"""What a process must set before it computes on a GPU, so that libraries keep to the resolved switches.
 
 Pure: from the switches and the environment to settings, and a problem for every variable that says the opposite. A
 variable that somebody set is not overwritten, and does not outrank a switch either: the start is refused.
 `engine.device` applies the settings, in the process that computes.
+
+No layer, no part of the engine and no kernel of ours computes with cuBLAS, and NCCL moves nothing, as long as there is
+one rank. The settings are for kernels of others. They hold for a whole process, so a trainer that the engine shares one
+with is told what changes for it, and what may come too late for a library that runs already.
 """
 
 from __future__ import annotations
@@ -18,10 +22,15 @@ from tokenspeed.numerics.resolve import ResolvedNumerics
 
 @dataclass(frozen=True)
 class GpuSettings:
-    """`tf32`: whether matrix products of fp32 may use it. `environment`: variables for libraries that read them."""
+    """What to set, see `engine.device.apply_settings`; `note` tells what it means for a process that was in use before.
 
-    tf32: bool = True
+    `precision` is torch's, of matrix products of fp32: `high` may use TF32, `highest` may not. `environment` are
+    variables for libraries that read them.
+    """
+
+    precision: str = "high"
     environment: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -45,9 +54,12 @@ _TF32 = _Variable("NVIDIA_TF32_OVERRIDE", ("0",), "--no-tf32")
 
 
 def gpu_settings(
-    numerics: ResolvedNumerics, device: str, environ: Mapping[str, str]
+    numerics: ResolvedNumerics, device: str, environ: Mapping[str, str], used_with: str = ""
 ) -> tuple[GpuSettings, tuple[Problem, ...]]:
-    """The settings of a process on `device`, and the variables of `environ` that break a promise."""
+    """The settings of a process on `device`, and the variables of `environ` that break a promise.
+
+    `used_with` is the precision with which the process has used a GPU; empty if it has used none.
+    """
     if device != "cuda":
         return GpuSettings(), ()
     switches = numerics.switches
@@ -61,7 +73,18 @@ def gpu_settings(
     if not tf32 and (problem := _fault(_TF32, environ)):
         problems.append(problem)
     values = {variable.name: environ.get(variable.name, variable.kept_by[0]) for variable in wanted}
-    return GpuSettings(tf32, MappingProxyType(values)), tuple(problems)
+    precision = "high" if tf32 else "highest"
+    note = _note(precision, {name: value for name, value in values.items() if name not in environ}, used_with)
+    return GpuSettings(precision, MappingProxyType(values), note), tuple(problems)
+
+
+def _note(precision: str, new: Mapping[str, str], used_with: str) -> str:
+    changes = [f"torch's precision of fp32 products {precision} (it was {used_with})"] if precision != used_with else []
+    changes += [f"{name}={value}" for name, value in new.items()]
+    if not used_with or not changes:
+        return ""
+    late = f"; a library that runs already does not read {', '.join(new)} again" if new else ""
+    return f"this process used the GPU before; everything in it now has {', '.join(changes)}{late}"
 
 
 def _fault(variable: _Variable, environ: Mapping[str, str]) -> Problem | None:

@@ -15,7 +15,7 @@ from tokenspeed.engine.buckets import Recording, plan_recording
 from tokenspeed.errors import CheckpointError, PluginError, Problem, StartRefused
 from tokenspeed.kernels.registry import KernelRegistry
 from tokenspeed.kernels.select import Pins, Selection, select
-from tokenspeed.machine import Machine, read_machine
+from tokenspeed.machine import Machine, gpu_used_with, read_machine
 from tokenspeed.models.profile import ModelProfile
 from tokenspeed.models.registry import ModelRegistry
 from tokenspeed.numerics.plan import Plan, make_plan
@@ -104,12 +104,13 @@ def examine(config: EngineConfig, machine: Machine | None = None, *, weights: bo
     `config.json` alone is enough.
     """
     problems: list[Problem] = []
+    used_with = gpu_used_with()  # reading the machine uses it
     machine = machine or read_machine(config.device)
     host = load_plugins(config.plugins)
     problems += host.problems
     registry = KernelRegistry.from_plugins(host)
     numerics = _resolve(config, machine, host, registry, problems)
-    settings, unkept = gpu_settings(numerics, machine.device, os.environ)
+    settings, unkept = gpu_settings(numerics, machine.device, os.environ, used_with)
     problems += unkept
     found = Examination(config, machine, host, registry, numerics, (), settings)
     models = ModelRegistry.from_plugins(host)
@@ -263,6 +264,8 @@ def _notes(found: Examination, built: Built, sizes: Sizes) -> Iterator[str]:
     """What the user should see on the card although it is no reason to refuse."""
     for variable, value in variables_for_tests().items():
         yield f"{variable}={value} is set: {VARIABLES_FOR_TESTS[variable]}"
+    if found.settings.note:
+        yield found.settings.note
     if found.machine.device == "cuda" and found.recording is not None and found.recording.reason:
         yield found.recording.describe()
     yield from found.host.notes()

@@ -111,7 +111,7 @@ def _import_kernels(prepared: Prepared, report: Progress) -> None:
 
     _set_threads(prepared)
     if prepared.machine.device == "cuda":
-        apply_settings(prepared.settings.tf32, prepared.settings.environment)
+        apply_settings(prepared.settings)
     report("importing kernels", 0, 0)
     prepared.plan.bind(prepared.built.context.operations)
 
