@@ -35,7 +35,6 @@ ENVELOPE = "rl-bitwise"
 ATTENTION = "tokenspeed"
 """Name of the attention implementation that an adopted model is set to."""
 
-_PLAN = "tokenspeed_plan"
 _ADOPTION = "tokenspeed_adoption"
 
 
@@ -77,7 +76,7 @@ def adopt(
         raise ValueError("this model is adopted already; `restore` it first")
     if not isinstance(model, transformers.PreTrainedModel):
         raise TypeError(
-            f"{type(model).__name__} is no transformers model; adopt the one inside it before it is wrapped"
+            f"{type(model).__name__} is no transformers model; adopt the one inside it, after merging adapters into it"
         )
     twin = _plan_twin(model, dtype, *kernels.read_options(plugins, kernel))
     planned = list(_plan_modules(model, twin))
@@ -91,31 +90,35 @@ def adopt(
         type(model).__name__,
         dtype_name(twin.dtype),
         _names_by_operator(twin.choices.values()),
-        _counts(module for module, _, _ in planned),
+        _counts(module for module, forward, _ in planned if forward is not None),
         model.config._attn_implementation,
     )
     model.set_attn_implementation(ATTENTION)
     for module, forward, plan in planned:
-        module.forward = partial(forward, module)  # unlike a bound method it can be copied and pickled with its module
-        if plan is not None:
-            setattr(module, _PLAN, plan)
+        if forward is not None:
+            # Unlike a bound method it can be copied and pickled with its module.
+            module.forward = partial(forward, module)
+        setattr(module, modules.PLAN, plan)
     setattr(model, _ADOPTION, adoption)
     return adoption
 
 
 def restore(model: nn.Module) -> None:
-    """Undo `adopt`: every module has its class's own forward again. Raises ValueError when the model is not adopted."""
-    adoption: Adoption | None = getattr(model, _ADOPTION, None)
-    if adoption is None:
+    """Undo `adopt`: every module has its class's own forward again. The model may have been wrapped since.
+
+    Raises ValueError when the model is not adopted.
+    """
+    adopted: Any = next((module for module in model.modules() if _ADOPTION in vars(module)), None)
+    if adopted is None:
         raise ValueError("this model is not adopted")
+    adoption: Adoption = getattr(adopted, _ADOPTION)
     exchanged = {entry.forward for entry in MODULES[adoption.architecture].values() if entry.forward is not None}
     for module in model.modules():
         if getattr(module.__dict__.get("forward"), "func", None) in exchanged:
             del module.forward
-        module.__dict__.pop(_PLAN, None)
-    delattr(model, _ADOPTION)
-    restored: Any = model
-    restored.set_attn_implementation(adoption.attention)
+        module.__dict__.pop(modules.PLAN, None)
+    delattr(adopted, _ADOPTION)
+    adopted.set_attn_implementation(adoption.attention)
 
 
 def _plan_twin(model: Any, dtype: torch.dtype | None, plugins: tuple[str, ...] | None, pins: Mapping[str, str]) -> Twin:
@@ -145,7 +148,7 @@ def _plan_twin(model: Any, dtype: torch.dtype | None, plugins: tuple[str, ...] |
     )
     if problems := [*problems, *selection.problems]:
         raise StartRefused(problems)
-    return Twin(built, selection.choices, dtype)
+    return Twin(built, selection.choices, dtype, model, table)
 
 
 def _one(model: nn.Module, what: str, table: Mapping[type, Entry]) -> Any:
@@ -182,29 +185,32 @@ def _gate(profile: ModelProfile) -> Iterable[Problem]:
         )
 
 
-def _plan_modules(model: Any, twin: Twin) -> Iterable[tuple[nn.Module, Callable[..., Any], Any]]:
-    """Every module that changes, with its new forward and plan. Raises StartRefused, naming each unknown module."""
-    table = _entries(type(model).__name__)
+def _plan_modules(model: Any, twin: Twin) -> Iterable[tuple[nn.Module, Callable[..., Any] | None, Any]]:
+    """Every module that may change, with its new forward, if any, and plan.
+
+    Raises StartRefused, naming each unknown module.
+    """
+    table = twin.table
     planned, unknown, wrong = [], [], []
     for path, module in model.named_modules():
         entry = table.get(type(module))
         if entry is None or "forward" in module.__dict__:
-            already = " (its forward is replaced already)" if entry is not None else ""
-            unknown.append(f"{path or 'the model'}: {type(module).__module__}.{type(module).__qualname__}{already}")
+            unknown.append((path, module))
             continue
         try:
             plan = entry.plan and entry.plan(module, twin.at(path), twin)
         except (AttributeError, ValueError) as error:
             wrong.append(f"{path}: {error}")
         else:
-            if entry.forward is not None and (plan is not None or entry.plan is None):
-                planned.append((module, entry.forward, plan))
+            if entry.forward is not None:
+                changes = plan is not None or entry.plan is None
+                planned.append((module, entry.forward if changes else None, plan))
     if unknown or wrong:
         problems = [
             Problem(
                 "adoption",
-                f"{len(unknown)} modules of this {type(model).__name__} are not in the table of what can be adopted",
-                tuple(unknown[:20]),
+                f"modules of this {type(model).__name__} are not in the table of what can be adopted",
+                tuple(modules.named(unknown)),
                 "adopt a stock model; merge adapters into it first",
             )
         ]

@@ -7,7 +7,8 @@ A replaced module keeps its parameters, hooks and children. What its new forward
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,6 +17,14 @@ from torch import nn
 from tokenspeed.trainer import operators
 from tokenspeed.trainer.angles import Angles
 from tokenspeed.trainer.layout import Layout, make_layout
+
+PLAN = "tokenspeed_plan"
+"""Attribute of an adopted module: its plan, or None where its own forward is right, since nobody calls it."""
+
+_TRANSPARENT = ("torch.distributed.", "torch._dynamo.")
+"""Modules of these packages run what is inside them and compute nothing."""
+
+_NAMES_SHOWN = 20
 
 LAYOUT = "tokenspeed_layout"
 """Keyword under which the decoder hands the batch's layout to its attention layers."""
@@ -30,10 +39,38 @@ class KernelPlan:
 
 @dataclass(frozen=True)
 class DecoderPlan:
-    """For the decoder: the longest sequence that the engine's model reads, in tokens, and the engine's dtype."""
+    """For the decoder: the longest sequence that the engine's model reads, in tokens, and the engine's dtype.
+
+    `model` is the whole model, and `forwards` the classes of its modules with what replaced their forward, if anything.
+    """
 
     max_positions: int
     dtype: torch.dtype
+    model: nn.Module = field(repr=False)
+    forwards: Mapping[type, Callable[..., Any] | None] = field(repr=False)
+
+    def check_model(self) -> None:
+        """Raise ValueError when modules were wrapped, replaced or added since the model was adopted."""
+        if not all(map(self._is_adopted, self.model.modules())):
+            found = [(path, module) for path, module in self.model.named_modules() if not self._is_adopted(module)]
+            summary = "modules of this model are not those that were adopted:"
+            remedy = "-> merge adapters into the model (merge_and_unload), then restore it and adopt it again"
+            raise ValueError("\n    ".join((summary, *named(found), remedy)))
+
+    def _is_adopted(self, module: nn.Module) -> bool:
+        kind = type(module)
+        if kind.__module__.startswith(_TRANSPARENT):
+            # A wrapper, or a class that `fully_shard` made of the module's own.
+            kind = next((base for base in kind.__mro__ if base in self.forwards), kind)
+            if kind not in self.forwards:
+                return True
+        if kind not in self.forwards:
+            return False
+        expected, own = self.forwards[kind], vars(module)
+        if expected is None:
+            # Accelerate wraps the whole model's forward, to convert what comes out.
+            return module is self.model or "forward" not in own
+        return getattr(own.get("forward"), "func", None) is expected or own.get(PLAN, self) is None
 
 
 @dataclass(frozen=True)
@@ -47,6 +84,21 @@ class AttentionPlan:
     window: int
     angles: Angles
     interleaved: bool
+
+
+def named(found: Iterable[tuple[str, nn.Module]]) -> Iterator[str]:
+    """Where these modules are and what they are, without what is inside them."""
+    outer = ""
+    shown = 0
+    for path, module in found:
+        if outer and path.startswith(f"{outer}."):
+            continue
+        outer, shown = path, shown + 1
+        if shown > _NAMES_SHOWN:
+            yield "and more"
+            return
+        replaced = " (its forward was replaced)" if "forward" in vars(module) else ""
+        yield f"{path or 'the model'}: {type(module).__module__}.{type(module).__qualname__}{replaced}"
 
 
 uncompiled = functools.partial(
@@ -171,6 +223,7 @@ def decoder_forward(
             "none, and use a DynamicCache"
         )
     plan: DecoderPlan = self.tokenspeed_plan
+    plan.check_model()
     cache = cache_of(kwargs)
     layout = make_layout(
         tuple(inputs.shape[:2]),

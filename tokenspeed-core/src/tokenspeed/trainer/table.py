@@ -36,11 +36,16 @@ _ENGINE_NAMES = {
 
 @dataclass(frozen=True)
 class Twin:
-    """The engine's model without memory, the kernel of each of its call sites, and its dtype."""
+    """The engine's model without memory, the kernel of each of its call sites, and its dtype.
+
+    `adopted` is the trainer's model, and `table` the entries of its architecture.
+    """
 
     model: CausalLM
     choices: Mapping[Need, KernelSpec]
     dtype: torch.dtype
+    adopted: nn.Module
+    table: Mapping[type, Entry]
     _angles: dict[RotaryEmbedding, Angles] = field(default_factory=dict)
 
     def angles(self, rotary: RotaryEmbedding) -> Angles:
@@ -88,7 +93,8 @@ def _linear(_module: nn.Linear, layer: Any, twin: Twin) -> modules.KernelPlan | 
 
 
 def _decoder(_module: Any, _layer: Any, twin: Twin) -> modules.DecoderPlan:
-    return modules.DecoderPlan(twin.model.max_positions, twin.dtype)
+    forwards = {kind: entry.forward for kind, entry in twin.table.items()}
+    return modules.DecoderPlan(twin.model.max_positions, twin.dtype, twin.adopted, forwards)
 
 
 def _norm(module: Any, layer: RMSNorm, twin: Twin) -> modules.KernelPlan:
