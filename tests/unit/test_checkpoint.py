@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from tokenspeed.errors import CheckpointError
 from tokenspeed.layers.context import LayerContext
 from tokenspeed.loading.checkpoint import Checkpoint
+from tokenspeed.loading.weight_file import WeightFile
 from tokenspeed.models.base import CausalLM
 from tokenspeed.testing.models import bind_kernels
 from tokenspeed_models.qwen3 import Qwen3ForCausalLM
@@ -256,3 +259,117 @@ def test_one_layer_at_a_time_is_packed_and_its_original_freed(folder: Path) -> N
     largest = max(stored.num_bytes for stored in checkpoint.tensors.values())
     assert 0 < most <= 4 * largest < sum(stored.num_bytes for stored in checkpoint.tensors.values()) / 2
     assert not [name for name, p in model.named_parameters() if p.dim() > 1]
+
+
+def read_all(folder: Path) -> Iterator[None]:
+    """Read the weights, one step for each tensor."""
+    checkpoint = Checkpoint(folder)
+    checkpoint.check(model := build(checkpoint))
+    for _ in checkpoint.read(model.checkpoint_tensors()):
+        yield
+
+
+def cut_short(path: Path) -> None:
+    os.truncate(path, 4096)
+
+
+def write_over(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(-64, os.SEEK_END)
+        file.write(b"\x01" * 64)
+
+
+def put_another_in_place(path: Path) -> None:
+    shutil.copyfile(path, other := path.with_suffix(".new"))
+    other.replace(path)
+
+
+@pytest.mark.parametrize("change", [cut_short, write_over])
+def test_a_file_that_is_written_to_while_it_is_read(folder: Path, change: Callable[[Path], None]) -> None:
+    """Through a memory map the first would end the process and the second give weights that nobody ever had."""
+    steps = read_all(folder)
+    next(steps)
+    time.sleep(0.02)  # beyond the resolution of a file's times
+    change(folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match="changed while it was read"):
+        list(steps)
+
+
+@pytest.mark.parametrize("change", [cut_short, write_over, put_another_in_place])
+def test_a_file_that_changes_after_its_header_was_read(folder: Path, change: Callable[[Path], None]) -> None:
+    checkpoint = Checkpoint(folder)
+    model = build(checkpoint)
+    checkpoint.check(model)
+    checkpoint.check_unchanged()
+    time.sleep(0.02)
+    change(folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match="changed while it was read"):
+        checkpoint.check_unchanged()
+    with pytest.raises(CheckpointError, match="changed while it was read"):
+        checkpoint.load(model)
+
+
+def test_a_file_that_is_replaced_while_it_is_read_is_read_to_its_end(folder: Path) -> None:
+    steps = read_all(folder)
+    next(steps)
+    put_another_in_place(folder / "model.safetensors")
+    list(steps)
+
+
+def test_a_pipe_is_no_file_of_weights(folder: Path) -> None:
+    """Whoever opens one waits for its writer."""
+    (folder / "model.safetensors").unlink()
+    os.mkfifo(folder / "model.safetensors")
+    assert "no regular file" in refusal(folder)
+
+
+def header(records: dict[str, Any]) -> bytes:
+    text = json.dumps(records).encode()
+    return len(text).to_bytes(8, "little") + text
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\xff" * 8 + b"{}",
+        (1 << 40).to_bytes(8, "little") + b"{}",
+        header({"a": 5}),
+        header({"a": {"dtype": "F32", "shape": [1]}}),
+        header({"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}) + bytes(4),
+        header({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}) + bytes(4),
+        header({"a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}) + bytes(8),
+        header({"a": {"dtype": "I64", "shape": [1], "data_offsets": [8, 0]}}) + bytes(8),
+        header(
+            {name: {"dtype": "F32", "shape": [2], "data_offsets": [4 * i, 4 * i + 8]} for i, name in enumerate("ab")}
+        )
+        + bytes(12),
+        header({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}) + bytes(5),
+        len(nested := b'{"a":' * 9999).to_bytes(8, "little") + nested,
+    ],
+    ids=lambda content: repr(content[8:60]),
+)
+def test_a_header_that_lies(folder: Path, content: bytes) -> None:
+    (folder / "model.safetensors").write_bytes(content)
+    assert "truncated or corrupt" in refusal(folder)
+
+
+def test_every_shape_and_dtype_is_read_as_it_was_written(tmp_path: Path) -> None:
+    """Also what has no element, no axis, or begins at an odd byte."""
+    written = {
+        "a": torch.arange(3, dtype=torch.int8),
+        "b": torch.randn(5, 7).to(torch.bfloat16),
+        "c": torch.tensor(2.5),
+        "d": torch.empty(0, 4),
+        "e": torch.randn(33, 3).to(torch.float8_e4m3fn),
+        "f": torch.randn(2, 2, 2).half(),
+    }
+    save_file(written, tmp_path / "x.safetensors", metadata={"format": "pt"})
+    file = WeightFile.examine(tmp_path / "x.safetensors")
+    assert {name: (stored.shape, stored.num_bytes) for name, stored in file.tensors.items()} == {
+        name: (tuple(tensor.shape), tensor.nbytes) for name, tensor in written.items()
+    }
+    seen = {name: tensor.clone() for name, tensor in file.read(reversed(written))}
+    assert list(seen) == list(reversed(written))
+    for name, tensor in written.items():
+        assert seen[name].dtype == tensor.dtype
+        assert torch.equal(seen[name].flatten().view(torch.uint8), tensor.flatten().view(torch.uint8)), name

@@ -1,7 +1,7 @@
 """A Hugging Face checkpoint on disk: `config.json` and safetensors, one file or several with an index.
 
-Weights are read tensor by tensor through a memory map. A layer is allocated when its first tensor arrives and packed
-for its kernels as soon as its last one has, so the peak is the packed model, one layer, and a bounded piece of the map.
+Weights are read tensor by tensor. A layer is allocated when its first tensor arrives and packed for its kernels as soon
+as its last one has, so the peak is the packed model, one layer, and the largest tensor.
 Pickled checkpoints are refused, and code in a checkpoint is never run.
 """
 
@@ -9,50 +9,21 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from tokenspeed.errors import CheckpointError
 from tokenspeed.loading.json_file import read_json, read_json_if_any
+from tokenspeed.loading.weight_file import STORED_DTYPES, WEIGHT_DTYPES, StoredTensor, WeightFile
 from tokenspeed.models.base import CausalLM
 
 Progress = Callable[[int, int], None]
 """Called while loading with (bytes read, bytes in all)."""
 
-WEIGHT_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-"""Stored dtypes that can be read, by their name in a safetensors header."""
-
-STORED_DTYPES = WEIGHT_DTYPES | {
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "I32": torch.int32,
-    "F8_E4M3": torch.float8_e4m3fn,
-}
-"""The same with the dtypes of weight formats, which are read as they are and never converted."""
-
-REMAP_BYTES = 256 << 20
-"""A file is mapped anew after so many bytes, which gives the pages already read back to the system."""
-
 _NAMES_SHOWN = 20
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """One tensor as a file describes it: `dtype` by its safetensors name."""
-
-    file: Path
-    shape: tuple[int, ...]
-    dtype: str
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes on disk of a readable dtype."""
-        return torch.Size(self.shape).numel() * STORED_DTYPES[self.dtype].itemsize
 
 
 class Filling:
@@ -129,13 +100,11 @@ class Checkpoint:
     def tensors(self) -> dict[str, StoredTensor]:
         """Every tensor of the checkpoint, by name, from the headers of its files."""
         found: dict[str, StoredTensor] = {}
-        for path in self._weight_files():
-            with _open(path) as file:
-                for name in file.keys():  # noqa: SIM118 - a safetensors handle is no mapping
-                    view = file.get_slice(name)
-                    if name in found:
-                        raise CheckpointError(f"tensor {name} is in both {found[name].file} and {path}")
-                    found[name] = StoredTensor(path, tuple(view.get_shape()), view.get_dtype())
+        for file in self._files.values():
+            for name, stored in file.tensors.items():
+                if name in found:
+                    raise CheckpointError(f"tensor {name} is in both {found[name].file} and {file.path}")
+                found[name] = stored
         return found
 
     def check(self, model: CausalLM) -> None:
@@ -185,27 +154,24 @@ class Checkpoint:
         filling.finish()
 
     def read(self, wanted: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The wanted tensors, file by file; each is valid until the next one is asked for."""
+        """The wanted tensors, file by file; each is valid until the next one is asked for.
+
+        Raises CheckpointError when a file changed since its header was read.
+        """
         by_file: dict[Path, list[str]] = {}
         for name in wanted:
             by_file.setdefault(self.tensors[name].file, []).append(name)
         for path, names in by_file.items():
-            for group in self._groups(names):
-                with _open(path) as file:
-                    for name in group:
-                        yield name, file.get_tensor(name)
+            yield from self._files[path].read(names)
 
-    def _groups(self, names: list[str]) -> Iterator[list[str]]:
-        group: list[str] = []
-        size = 0
-        for name in names:
-            group.append(name)
-            size += self.tensors[name].num_bytes
-            if size >= REMAP_BYTES:
-                yield group
-                group, size = [], 0
-        if group:
-            yield group
+    def check_unchanged(self) -> None:
+        """Raise CheckpointError when a file of weights is not the one whose header was read."""
+        for file in self._files.values():
+            file.check_unchanged()
+
+    @cached_property
+    def _files(self) -> dict[Path, WeightFile]:
+        return {path: WeightFile.examine(path) for path in self._weight_files()}
 
     def _weight_files(self) -> list[Path]:
         index = self.folder / "model.safetensors.index.json"
@@ -227,13 +193,6 @@ class Checkpoint:
                 "code when it is read; convert them to safetensors (transformers: save_pretrained)"
             )
         raise CheckpointError(f"{self.folder} holds neither model.safetensors nor model.safetensors.index.json")
-
-
-def _open(path: Path) -> Any:
-    try:
-        return safe_open(path, framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} is no readable safetensors file (truncated or corrupt?): {error}") from error
 
 
 def listed(what: str, names: list[str]) -> list[str]:

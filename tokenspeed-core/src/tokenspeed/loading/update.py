@@ -16,7 +16,8 @@ from types import MappingProxyType
 import torch
 
 from tokenspeed.errors import CheckpointError
-from tokenspeed.loading.checkpoint import STORED_DTYPES, Checkpoint, Filling, listed
+from tokenspeed.loading.checkpoint import Checkpoint, Filling, listed
+from tokenspeed.loading.weight_file import STORED_DTYPES
 from tokenspeed.models.base import CausalLM
 from tokenspeed.numerics.weights import TensorDigest, WeightsDigest, tensor_digest, version_of
 

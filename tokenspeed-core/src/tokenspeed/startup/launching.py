@@ -151,9 +151,14 @@ def hashing_weights(prepared: Prepared, *, use_cache: bool = True) -> Iterator[F
 
     names = list(prepared.built.model.checkpoint_tensors())
     files = {prepared.checkpoint.tensors[name].file for name in names}
+
+    def digest() -> WeightsDigest:
+        found = digest_files(files, cache=default_cache() if use_cache else None).only(names)
+        prepared.checkpoint.check_unchanged()  # what was hashed is what is loaded
+        return found
+
     with ThreadPoolExecutor(1, "tokenspeed-hash") as executor:
-        cache = default_cache() if use_cache else None
-        yield executor.submit(lambda: digest_files(files, cache=cache).only(names))
+        yield executor.submit(digest)
 
 
 def make_certificate(prepared: Prepared, weights: WeightsDigest) -> Certificate:
