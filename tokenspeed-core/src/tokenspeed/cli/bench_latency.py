@@ -36,14 +36,17 @@ def latency(
 ) -> None:
     """Measure the latency of MODEL with random prompts, greedily, in this process: no HTTP is part of it."""
     from tokenspeed.cli.bench_engine import Workload
+    from tokenspeed.cli.progress import Waiting, counted
     from tokenspeed.llm import LLM
 
     samples: dict[str, list[float]] = {"ttft": [], "itl": [], "latency": []}
-    with LLM.from_config(config) as llm:
+    with Waiting("loading the model"):
+        llm = LLM.from_config(config)
+    with llm:
         workload = Workload(llm.engine)
         for _ in range(num_iters_warmup):
             workload.run(batch_size, input_len, output_len)
-        for _ in range(num_iters):
+        for _ in counted(range(num_iters), "measuring"):
             timing = workload.run(batch_size, input_len, output_len)
             samples["ttft"] += timing.first_tokens.values()
             samples["itl"] += timing.steps[-(output_len - 1) :]

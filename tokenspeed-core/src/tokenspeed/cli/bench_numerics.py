@@ -47,11 +47,13 @@ def numerics(config: EngineConfig, at_least: float | None, as_json: bool, **work
 def _start(config: EngineConfig) -> tuple[dict[str, Workload], dict[str, Plan]]:
     """An engine under each envelope, of the same sizes."""
     from tokenspeed.cli.bench_engine import Workload
+    from tokenspeed.cli.progress import loading
     from tokenspeed.startup import launch, prepare
 
     workloads, plans = {}, {}
     for envelope in ("auto", "rl-bitwise"):
         prepared = prepare(replace(config, numerics=envelope, num_kv_pages=PAGES, max_num_seqs=64))
         plans[envelope] = prepared.plan
-        workloads[envelope] = Workload(launch(prepared))
+        with loading() as progress:
+            workloads[envelope] = Workload(launch(prepared, progress))
     return workloads, plans

@@ -109,31 +109,16 @@ def serve(**options: Any) -> None:
 
 async def _run(load: Any, prompts: list[Prompt], options: dict[str, Any]) -> tuple[list[Outcome], float]:
     from tokenspeed.cli.bench_load import arrivals
+    from tokenspeed.cli.progress import Counting
 
     await load.find_model()
     for prompt in prompts[: options["num_warmups"]]:
         await load.send(prompt)
     at = arrivals(len(prompts), options["request_rate"], options["burstiness"], options["seed"])
-    with _bar(len(prompts), hidden=options["disable_tqdm"]) as advance:
+    with Counting("requests", len(prompts), hidden=options["disable_tqdm"]) as counting:
         started = time.perf_counter()
-        outcomes = await load.send_all(prompts, at, options["max_concurrency"], advance)
+        outcomes = await load.send_all(prompts, at, options["max_concurrency"], counting.advance)
         return outcomes, time.perf_counter() - started
-
-
-def _bar(total: int, *, hidden: bool) -> Any:
-    """A progress bar on standard error, as a context manager that gives the function to call for each request."""
-    from contextlib import contextmanager
-
-    from rich.console import Console
-    from rich.progress import Progress
-
-    @contextmanager
-    def bar() -> Any:
-        with Progress(console=Console(stderr=True), disable=hidden, transient=True) as progress:
-            task = progress.add_task("requests", total=total)
-            yield lambda: progress.advance(task)
-
-    return bar()
 
 
 def _chosen_metrics(text: str) -> list[str]:

@@ -30,12 +30,13 @@ def throughput(config: EngineConfig, null_model: bool, as_json: bool, **sizes: A
     operators and `engine`: scheduling, batch building, detokenisation, bookkeeping; both are medians of decode steps.
     """
     from tokenspeed.cli.bench_engine import Workload
+    from tokenspeed.cli.progress import counted
 
     batches = sizes.pop("batches")
     workload = Workload(_engine(config, null_model, max(batches), sizes))
     workload.run(1, sizes["input_len"], 4)
     prefill = _prefill(workload, sizes["prefill_len"], sizes["repeat"])
-    rows = [_decode(workload, batch, **sizes) for batch in batches]
+    rows = [_decode(workload, batch, **sizes) for batch in counted(batches, "measuring batches")]
     result = {"model": config.model, "numerics": config.numerics, "null_model": null_model, **sizes, **prefill}
     if as_json:
         print_json({**result, "decode": rows})
@@ -60,10 +61,12 @@ def throughput(config: EngineConfig, null_model: bool, as_json: bool, **sizes: A
 def _engine(config: EngineConfig, null_model: bool, requests: int, sizes: dict[str, Any]) -> Engine:
     """The engine to measure: the model's, or one that computes nothing."""
     from tokenspeed.cli.bench_engine import null_engine
+    from tokenspeed.cli.progress import Waiting
     from tokenspeed.llm import LLM
 
     if not null_model:
-        return LLM.from_config(config).engine
+        with Waiting("loading the model"):
+            return LLM.from_config(config).engine
     longest = max(sizes["prefill_len"], sizes["input_len"]) + sizes["output_len"] + 1
     return null_engine(config, max_requests=requests, longest=longest)
 

@@ -33,6 +33,7 @@ def transformers(config: EngineConfig, at_least: float | None, as_json: bool, **
     transformers runs `generate` with its default attention and its default cache.
     """
     from tokenspeed.cli.bench_engine import Workload
+    from tokenspeed.cli.progress import loading
     from tokenspeed.engine.kv_cache import pages_for
     from tokenspeed.startup import launch, prepare
 
@@ -40,7 +41,8 @@ def transformers(config: EngineConfig, at_least: float | None, as_json: bool, **
     pages = max(pages_for(work["prefill_len"] + 1), seqs * pages_for(work["input_len"] + work["output_len"]))
     prepared = prepare(replace(config, max_num_seqs=seqs, num_kv_pages=pages + 1))
     plan = prepared.plan
-    engine = Workload(launch(prepared))
+    with loading() as progress:
+        engine = Workload(launch(prepared, progress))
     sides: dict[str, Side] = {
         "transformers": Generate(prepared.checkpoint.folder, prepared.checkpoint.dtype),
         "tokenspeed": engine,

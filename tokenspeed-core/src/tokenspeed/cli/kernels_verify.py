@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tokenspeed.cli.output import console, json_option, print_json, print_table
+from tokenspeed.cli.output import json_option, print_json, print_table
 from tokenspeed.config_sources import allowed_plugins
 from tokenspeed.errors import ConfigError
 from tokenspeed.machine import Machine, read_machine
@@ -83,13 +83,14 @@ def _chosen(host: PluginHost, plugin: str | None, kernel: str | None) -> list[Ke
 
 
 def _run(specs: list[KernelSpec], host: PluginHost, machine: Machine, only: tuple[str, ...]) -> list[KernelReport]:
+    from tokenspeed.cli.progress import Doing
     from tokenspeed.testing.verify import verify_kernel
 
     others = host.kernels()
-    with console(stderr=True).status("") as status:
+    with Doing() as doing:
 
         def tell(spec: KernelSpec, check: str) -> None:
-            status.update(f"{spec.name}: {check}")
+            doing(f"{spec.name}: {check}")
 
         return [verify_kernel(spec, machine, others, only=only, listener=tell) for spec in specs]
 

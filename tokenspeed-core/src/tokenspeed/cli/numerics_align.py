@@ -31,6 +31,7 @@ def align(config: EngineConfig, file: Path, as_json: bool) -> None:
     The first difference is located by position, module and operator when the dump holds activations. The exit status is
     1 when anything differs.
     """
+    from tokenspeed.cli.progress import Waiting
     from tokenspeed.cli.verify_display import VerifyDisplay
     from tokenspeed.llm import LLM
     from tokenspeed.verify.alignment import align as compare
@@ -41,7 +42,8 @@ def align(config: EngineConfig, file: Path, as_json: bool) -> None:
     if "numerics" not in given and "trainer" not in given:
         config = replace(config, numerics="rl-bitwise", trainer=found.trainer)
     with ExitStack() as stack:
-        llm = stack.enter_context(LLM.from_config(config))
+        with Waiting("loading the model"):
+            llm = stack.enter_context(LLM.from_config(config))
         found = read_dump(file, vocab_size=llm.engine.limits.vocab_size)
         display = stack.enter_context(VerifyDisplay(console(stderr=as_json)))
         report = compare(llm, found, display)

@@ -56,6 +56,7 @@ def dump(
     """
     import torch
 
+    from tokenspeed.cli.progress import Counting
     from tokenspeed.trainer import adopt
     from tokenspeed.trainer.record import record
     from tokenspeed.verify.dump import write_dump
@@ -73,17 +74,18 @@ def dump(
     model = _load(folder, config.dtype)
     if not stock:
         adopt(model, plugins=config.plugins, kernel=config.kernel)
-    found = record(
-        model,
-        [prompt + reply[0] for prompt, reply in zip(sequences, replies, strict=True)] if replies else sequences,
-        layout=layout,
-        trainer=profile,
-        temperature=temperature,
-        activations=activations,
-        batch_size=batch_size,
-        commit=_versions(stock),
-        progress=_progress(len(sequences)),
-    )
+    with Counting("sequences", len(sequences)) as counting:
+        found = record(
+            model,
+            [prompt + reply[0] for prompt, reply in zip(sequences, replies, strict=True)] if replies else sequences,
+            layout=layout,
+            trainer=profile,
+            temperature=temperature,
+            activations=activations,
+            batch_size=batch_size,
+            commit=_versions(stock),
+            progress=counting.reach,
+        )
     write_dump(_with_reports(found, sequences, [reply[1] for reply in replies]), output)
     click.echo(f"{output}: {len(found.sequences)} sequences, {sum(len(s.logprob) for s in found.sequences)} logprobs")
 
@@ -115,6 +117,7 @@ def _generate(
     """(token ids, reported log-probabilities) of the engine's continuation of each prompt."""
     from dataclasses import replace
 
+    from tokenspeed.cli.progress import Waiting
     from tokenspeed.engine.request import SamplingParams
     from tokenspeed.llm import LLM
 
@@ -125,7 +128,7 @@ def _generate(
         )
         for seed in range(len(prompts))
     ]
-    with LLM.from_config(bitwise) as llm:
+    with Waiting("continuing the prompts"), LLM.from_config(bitwise) as llm:
         samples = [output.outputs[0] for output in llm.generate(prompts, params)]
     return [
         (s.token_ids, [entry[token].logprob for entry, token in zip(s.logprobs or [], s.token_ids, strict=True)])
@@ -162,10 +165,3 @@ def _versions(stock: bool) -> str:
 
     adopted = "" if stock else f", adopted by tokenspeed {version('tokenspeed')}"
     return f"transformers {transformers.__version__}, torch {torch.__version__}{adopted}"
-
-
-def _progress(total: int) -> Any:
-    def show(done: int, _total: int) -> None:
-        click.echo(f"\r{done} of {total} sequences", nl=done == total, err=True)
-
-    return show

@@ -132,11 +132,11 @@ def run_in_process(
 
 
 def load_lab(config: EngineConfig, *, rehash: bool = False) -> Lab:
-    """The model of `config` in this process; its loading shows on standard error, if that is a terminal."""
-    from tokenspeed.cli.progress import start_progress
+    """The model of `config` in this process; its loading shows on standard error."""
+    from tokenspeed.cli.progress import loading
     from tokenspeed.verify.lab import Lab
 
-    with start_progress() as progress:
+    with loading() as progress:
         return Lab(config, progress, rehash=rehash)
 
 

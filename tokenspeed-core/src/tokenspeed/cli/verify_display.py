@@ -8,7 +8,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from tokenspeed.cli.progress import Shown
+from tokenspeed.cli.progress import Heartbeat, Shown
 from tokenspeed.verify.report import Report, Result
 
 _STYLES = {
@@ -27,8 +27,8 @@ class VerifyDisplay(Shown):
         self._console = console
         self._results: list[Result] = []
         self._running: Result | None = None
-        self._live: Live | None = (
-            Live(console=console, refresh_per_second=8, transient=True) if console.is_terminal else None
+        self._live: Live | Heartbeat = (
+            Live(console=console, refresh_per_second=8, transient=True) if console.is_terminal else Heartbeat()
         )
 
     def __call__(self, result: Result, over: bool) -> None:
@@ -36,9 +36,11 @@ class VerifyDisplay(Shown):
         self._running = None if over else result
         if over:
             self._results.append(result)
-        if self._live is not None:
+        if isinstance(self._live, Live):
             self._live.update(self._table())
-        elif over:
+            return
+        self._live.say(f"{result.scenario}: {result.states}, {result.compared} replies so far")
+        if over:
             self._console.print(
                 f"{result.verdict:11}{result.scenario:16}{result.compared:5} replies{result.seconds:7.1f} s  "
                 f"{result.states}",

@@ -22,7 +22,7 @@ class AnyScenario(Protocol):
 
 Locate = Callable[[Check], str]
 Listener = Callable[[Result, bool], None]
-"""Called after every trial with the result so far, and whether the scenario is over."""
+"""Called before and after every trial with the result so far, and whether the scenario is over."""
 
 
 def judge(
@@ -40,6 +40,7 @@ def judge(
     """
     result = Result(name, states, proof)
     started = time.monotonic()
+    listener(result, False)
     try:
         for trial in trials:
             result.evidence.update(trial.evidence)
