@@ -26,6 +26,7 @@ from tokenspeed.errors import ConfigError
 from tokenspeed.loading.generation_config import sampling_defaults
 from tokenspeed.server.app import create_app
 from tokenspeed.server.client import EngineClient
+from tokenspeed.server.connection import Connection, raise_file_limit
 from tokenspeed.server.limits import Limits
 from tokenspeed.server.service import Service, ServiceOptions
 from tokenspeed.server.text import TextService
@@ -131,6 +132,7 @@ class Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 create_app(service),
+                http=Connection,
                 log_config=None,
                 # What uvicorn would say of its start and end is printed by the caller already.
                 log_level="warning" if log_level == "info" else log_level,
@@ -154,6 +156,7 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, then say so."""
         self._loop = asyncio.get_running_loop()
+        raise_file_limit()
         await super().startup(sockets)
         self._on_listening()
 
