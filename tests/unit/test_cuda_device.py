@@ -60,6 +60,9 @@ def cuda(monkeypatch: pytest.MonkeyPatch, thread: dict[str, int]) -> Log:
             log.append("wait for event")
 
     class Stream:
+        def __init__(self) -> None:
+            self.number = next(streams)
+
         def wait_stream(self, _other: object) -> None:
             log.append("wait for stream")
 
@@ -70,8 +73,10 @@ def cuda(monkeypatch: pytest.MonkeyPatch, thread: dict[str, int]) -> Log:
     @contextmanager
     def entered(what: str) -> Iterator[None]:
         log.append(f"begin {what}")
-        yield
-        log.append(f"end {what}")
+        try:
+            yield
+        finally:
+            log.append(f"end {what}")
 
     def unpinned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         return lambda *args, pin_memory=False, **more: make(*args, **more)  # noqa: ARG005
@@ -83,14 +88,15 @@ def cuda(monkeypatch: pytest.MonkeyPatch, thread: dict[str, int]) -> Log:
         yield
         thread["device"] = before
 
-    current, pools = Stream(), itertools.count(1)
+    streams, pools = itertools.count(), itertools.count(1)
+    current = Stream()
     for name, value in {
         "Event": Event,
         "Stream": Stream,
         "CUDAGraph": Graph,
         "current_stream": lambda: current,
         "stream": lambda _stream: entered("side stream"),
-        "graph": lambda _graph, pool, **_: entered(f"capture into {pool}"),
+        "graph": lambda _graph, pool, stream, **_: entered(f"capture on {stream.number} into {pool}"),
         "graph_pool_handle": lambda: f"pool {next(pools)}",
         "synchronize": lambda: log.append("synchronize"),
         "current_device": lambda: thread["device"],
@@ -131,8 +137,9 @@ def test_reading_starts_at_once_and_waits_when_asked(cuda: Log) -> None:
 def test_a_step_runs_before_it_is_recorded_and_living_recordings_share_a_pool(cuda: Log) -> None:
     device = CudaDevice()
     recordings = [device.record(lambda: cuda.append("run")) for _ in range(2)]
-    once = ["wait for stream", "begin side stream", "run", "end side stream", "wait for stream", "synchronize"]
-    assert cuda == [*once, "begin capture into pool 1", "run", "end capture into pool 1"] * 2
+    once = ["wait for stream", "begin side stream", "run", "synchronize"]
+    once += ["begin capture on 1 into pool 1", "run", "end capture on 1 into pool 1", "end side stream"]
+    assert cuda == once * 2
     for replay in recordings:
         replay()
     assert cuda[-2:] == ["replay"] * 2
@@ -144,10 +151,27 @@ def test_a_pool_whose_recordings_are_all_gone_is_not_used_again(cuda: Log) -> No
     recordings = [device.record(lambda: None) for _ in range(2)]
     del recordings[0]
     recordings.append(device.record(lambda: None))
-    assert cuda[-1] == "end capture into pool 1"
+    assert cuda[-2] == "end capture on 1 into pool 1"
     recordings.clear()
     recordings.append(device.record(lambda: None))
-    assert cuda[-1] == "end capture into pool 2"
+    assert cuda[-2] == "end capture on 1 into pool 2"
+
+
+def test_a_recording_without_memory_is_ended_before_that_is_told(cuda: Log) -> None:
+    """An error inside of it could keep torch from ending it, and would be replaced by the one about that."""
+
+    def run() -> None:
+        if "begin capture on 1 into pool 1" in cuda:
+            held = torch.zeros(1000)
+            allocated.append(weakref.ref(held))
+            raise torch.OutOfMemoryError("tried to allocate 2 GiB")
+
+    allocated: list[weakref.ref[torch.Tensor]] = []
+    with pytest.raises(torch.OutOfMemoryError, match="2 GiB") as error:
+        CudaDevice().record(run)
+    assert error.value.__context__ is None
+    assert allocated[0]() is None
+    assert cuda[-2:] == ["end capture on 1 into pool 1", "end side stream"]
 
 
 def test_memory_that_is_given_back_is_told(cuda: Log) -> None:

@@ -144,6 +144,8 @@ class CudaDevice:
     def __init__(self) -> None:
         self._index = torch.cuda.current_device()
         self._device = torch.device("cuda", self._index)
+        # One for every recording: torch's own belongs to the device on which the process recorded first.
+        self._side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._pool: Any = None
         self._graphs: WeakSet[Any] = WeakSet()
 
@@ -173,20 +175,25 @@ class CudaDevice:
         return wait
 
     def record(self, run: Callable[[], None]) -> Callable[[], None]:
-        """A CUDA graph. `run` runs once before, on a side stream: kernels are compiled and workspaces made there."""
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            run()
-        torch.cuda.current_stream().wait_stream(side)
-        torch.cuda.synchronize()
+        """A CUDA graph. `run` runs once before, on the side stream: kernels are compiled and loaded there."""
         if not self._graphs:
             # A pool ends with its last graph, and torch takes no further one into it.
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        # What other threads of the process do on the GPU meanwhile is no part of the step.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        self._side.wait_stream(torch.cuda.current_stream())
+        # torch leaves the side stream current where a recording cannot be ended; this context does not.
+        with torch.cuda.stream(self._side):
             run()
+            torch.cuda.synchronize()
+            shortage = ""
+            # What other threads of the process do on the GPU meanwhile is no part of the step.
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._side, capture_error_mode="thread_local"):
+                try:
+                    run()
+                except torch.OutOfMemoryError as error:
+                    shortage = str(error)  # the recording ends first, as it should
+        if shortage:
+            raise torch.OutOfMemoryError(shortage)
         self._graphs.add(graph)
         replay: Callable[[], None] = graph.replay
         return replay
