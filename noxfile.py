@@ -65,6 +65,16 @@ def triton_interpreted(session: nox.Session) -> None:
     session.run("pytest", *(session.posargs or cases), env=environment)
 
 
+@nox.session(name="triton-emulated")
+def triton_emulated(session: nox.Session) -> None:
+    """Every case of the Triton kernels, compiled for each GPU that the emulator knows (a quarter of an hour)."""
+    install(session, *ALL, extras="[dev]")
+    cases = [f"tests/numerics/triton_cases/{family}.py" for family in ("gemm", "rows", "attention", "sampling")]
+    for arch in ("sm80", "sm86", "sm89", "sm90"):
+        environment = {"TRITON_CASES_EMULATE": arch, "TRITON_CASES_THOROUGH": "1", "OMP_NUM_THREADS": "1"}
+        session.run("pytest", *(session.posargs or cases), env=environment)
+
+
 @nox.session
 def lint(session: nox.Session) -> None:
     """Check style and formatting with ruff."""

@@ -16,6 +16,7 @@ from tokenspeed_kernels_aok.triton.tiles import ATTENTION, AttentionTile, attent
 from triton_cases.support import (
     DEVICE,
     DTYPES,
+    MODEL_SIZED,
     SIZES,
     THOROUGH,
     architectures,
@@ -105,8 +106,9 @@ def make_call(
 
 
 @pytest.mark.parametrize(("dtype", "window"), [*((dtype, 0) for dtype in DTYPES), (torch.bfloat16, 20)])
-def test_a_mixed_batch_agrees_with_the_reference(dtype: torch.dtype, window: int) -> None:
-    call = make_call([5, 300, 64, 513], [5, 1, 40, 2], dtype, heads=(3, 1, 24))
+@pytest.mark.parametrize("head_dim", [24, *([128, 256] if MODEL_SIZED else [])])
+def test_a_mixed_batch_agrees_with_the_reference(dtype: torch.dtype, window: int, head_dim: int) -> None:
+    call = make_call([5, 300, 64, 513], [5, 1, 40, 2], dtype, heads=(3, 1, head_dim))
     expected = reference.paged(*call.arguments(), window)
     assert_agrees("attention.paged", call.run(window), expected)
 
@@ -126,9 +128,10 @@ def test_one_program_for_all_splits_and_one_for_each_give_the_same_bits(window: 
 
 
 @pytest.mark.parametrize("arch", architectures(ATTENTION))
-def test_decode_is_prefill_and_chunks_are_the_whole(arch: str) -> None:
-    call = make_call([290], [290], heads=(2, 1, 16))
-    tile = attention_tile(arch, 16, 2)
+@pytest.mark.parametrize("head_dim", [16, *([64, 128, 256] if MODEL_SIZED else [])])
+def test_decode_is_prefill_and_chunks_are_the_whole(arch: str, head_dim: int) -> None:
+    call = make_call([290], [290], heads=(2, 1, head_dim))
+    tile = attention_tile(arch, head_dim, 2)
     prefill = call.run(tile=tile)
     assert torch.isfinite(prefill).all()
     for position in (0, 15, 16, 63, 64, 255, 256, 289) if THOROUGH or arch == arch_of(DEVICE) else (16, 256, 289):

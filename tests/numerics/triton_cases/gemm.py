@@ -124,7 +124,7 @@ def _split_k_kernel(x, weight, out, depth, columns, PART: tl.constexpr, BLOCK: t
 def _linear_that_splits_k_for_few_rows(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     out = torch.empty(len(x), len(weight), device=DEVICE)
     part = 16 if len(x) < 16 else 64
-    _split_k_kernel[(len(x),)](x, weight, out, x.shape[1], len(weight), PART=part, BLOCK=8)
+    _split_k_kernel[(len(x),)](x, weight, out, x.shape[1], len(weight), PART=part, BLOCK=8, enable_fp_fusion=False)
     return out
 
 

@@ -15,6 +15,7 @@ from tokenspeed_kernels_aok.triton import activation, cache, embedding, norm, ro
 from triton_cases.support import (
     DEVICE,
     DTYPES,
+    MODEL_SIZED,
     assert_agrees,
     assert_rows_do_not_depend_on_the_batch,
     float_bits,
@@ -35,7 +36,7 @@ def _inverse_rms(x: np.ndarray) -> np.ndarray:
     return ieee.div(np.float32(1), ieee.sqrt(ieee.add(mean, np.float32(EPS))))
 
 
-@pytest.mark.parametrize("hidden", [96, 128, 1000])
+@pytest.mark.parametrize("hidden", [96, 128, 1000, *([4096, 16384] if MODEL_SIZED else [])])
 def test_norms_have_the_bits_of_the_published_order(hidden: int) -> None:
     x, residual, weight = random(5, hidden), random(5, hidden, seed=1), random(hidden, seed=2)
     total = ieee.add(x.cpu().numpy(), residual.cpu().numpy())

@@ -12,10 +12,16 @@ import torch
 from tokenspeed.kernels.operators import OPERATORS
 from tokenspeed_kernels_aok.triton.launch import INTERPRETED, arch_of
 
-DEVICE = torch.device("cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda")
+EMULATED = os.environ.get("TRITON_CASES_EMULATE", "")
+"""The architecture of the emulated GPU that kernels run on, as `sm90`; empty without one."""
 
-THOROUGH = not INTERPRETED or "TRITON_CASES_THOROUGH" in os.environ
-"""Whether to take the larger of two sizes: on a GPU, and in `nox -s triton-interpreted`, which has the time."""
+DEVICE = torch.device("cpu" if INTERPRETED or EMULATED or not torch.cuda.is_available() else "cuda")
+
+THOROUGH = DEVICE.type == "cuda" or "TRITON_CASES_THOROUGH" in os.environ
+"""Whether to take the larger of two sizes: on a GPU, and in the nox sessions, which have the time."""
+
+MODEL_SIZED = THOROUGH or bool(EMULATED)
+"""Whether to try the widths of real models too, each of which is another layout in compiled code."""
 
 SIZES = (1, 2, 7, 8, 9, 16, 17, 31, 32, 33, 64, 65, 128)
 """Batch sizes at which engines are known to change kernels, tiles or splits."""
@@ -30,9 +36,9 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> to
 
 
 def architectures(table: dict[str, object]) -> list[str]:
-    """Tables that can run here, equal ones once: all of them in the interpreter, the GPU's own on a GPU."""
+    """Tables that can run here, equal ones once: all of them in the interpreter, a GPU's own on it."""
     if not INTERPRETED:
-        return [arch_of(DEVICE)] if DEVICE.type == "cuda" else []
+        return [arch_of(DEVICE)] if EMULATED or DEVICE.type == "cuda" else []
     return list({id(entry): name for name, entry in reversed(table.items())}.values())
 
 

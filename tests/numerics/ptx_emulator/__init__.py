@@ -1,0 +1,20 @@
+"""Runs compiled Triton kernels without a GPU: a driver for Triton whose device interprets PTX in NumPy.
+
+Triton's own interpreter runs the source of a kernel. This package runs what the compiler made of it, for a GPU of
+choice: `kernel[grid](...)` specialises, compiles and launches as it does on a machine with that GPU, and takes tensors
+of the CPU. So it sees what the interpreter cannot: specialisation, layouts, reductions over lanes and warps,
+pipelining, tensor descriptors and matrix fragments, and every address that a thread touches.
+
+    program     PTX text to instructions and basic blocks
+    machine     threads, registers, divergence and barriers
+    arithmetic  what an instruction computes for each thread
+    memory      global and shared memory, asynchronous copies
+    matrix      fragments: ldmatrix, stmatrix, mma.sync, wgmma
+    driver      what Triton asks of a device
+
+What it cannot see: ptxas, the hardware's timing (every copy happens where it is issued or awaited), missing barriers,
+and the inside of a matrix instruction, for which one exact sum and one rounding stand in. It refuses an instruction
+that it does not know, an address outside every tensor, a misaligned one, and a barrier that not all threads reach.
+
+Sources: PTX ISA 9.x (instructions, fragment layouts, matrix descriptors), CUDA driver API (tensor maps).
+"""

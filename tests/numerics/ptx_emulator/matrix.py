@@ -1,0 +1,218 @@
+"""Matrix fragments: which thread holds which element, and a stand-in for what the matrix unit computes.
+
+The inside of a matrix instruction is published by nobody. Here an element is one exact sum of its products and the
+accumulator, rounded once to binary32: a function of its row, its column and its accumulator alone, as the promise
+assumes of the hardware. Element order *between* instructions, and which elements meet, are the compiler's, and real.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from ptx_emulator.arithmetic import from_bf16, whole_warps
+from ptx_emulator.machine import WARP, Array, Fault, Machine, Step
+from ptx_emulator.memory import shared_view, swizzled
+from ptx_emulator.operands import Operands, lanes, vector
+from ptx_emulator.program import Instruction
+
+_LANE = np.arange(WARP)
+_GROUP, _PAIR = _LANE // 4, 2 * (_LANE % 4)
+WARP_GROUP = 4 * WARP
+
+
+def multiply(a: Array, b: Array, c: Array) -> Array:
+    """a [..., M, K] times b [..., K, N], plus c: exact to 53 bits, rounded once to binary32."""
+    return (np.matmul(a.astype(np.float64), b.astype(np.float64)) + c.astype(np.float64)).astype(np.float32)
+
+
+def _widen(bits: Array, kind: str) -> Array:
+    return from_bf16(bits) if kind == "bf16" else bits.view(np.float16).astype(np.float32)
+
+
+def build(instruction: Instruction, operands: Operands) -> Step | None:
+    """The step of a matrix instruction; None for another one."""
+    opcode, texts = instruction.opcode, instruction.operands
+    if match := re.fullmatch(r"(ld|st)matrix\.sync\.aligned\.m8n8\.x([124])(\.trans)?\.shared\.b16", opcode):
+        name, count, transposed = match.group(1), int(match.group(2)), bool(match.group(3))
+        registers, address = (texts if name == "ld" else texts[::-1])[:2]
+        return _fragments(name == "ld", count, transposed, vector(registers), address, operands)
+    if match := re.fullmatch(r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.(bf16|f16)\.\1\.f32", opcode):
+        return _mma(match.group(1), texts, operands)
+    if match := re.fullmatch(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.(bf16|f16)\.\2", opcode):
+        return _wgmma(int(match.group(1)), match.group(2), texts, operands)
+    if opcode.startswith(("wgmma.fence", "wgmma.commit_group", "wgmma.wait_group")):
+        return lambda _m: None
+    return None
+
+
+def _fragments(
+    is_load: bool, count: int, transposed: bool, names: list[str], address_text: str, operands: Operands
+) -> Step:
+    """`count` matrices of 8 by 8; lane 8i + r gives the address of row r of matrix i, a lane holds two of each."""
+    address = operands.address(address_text)
+    writers = [operands.writer(name) for name in names] if is_load else []
+    sources = [] if is_load else [operands.source(name, "u32") for name in names]
+
+    def act(m: Machine) -> None:
+        whole_warps(m, "ldmatrix")
+        at = lanes(m, address(m), "u64")
+        mask = m.mask()
+        if (at[mask & (m.lane < 8 * count)] % np.uint64(16)).any():
+            raise Fault("a row of a matrix is misaligned")
+        for i in range(count):
+            rows, columns = (_PAIR, _GROUP) if transposed else (_GROUP, _PAIR)
+            for half in (0, 1):
+                row, column = (rows + half, columns) if transposed else (rows, columns + half)
+                giver = m.warp * WARP + 8 * i + np.tile(row, m.count // WARP)
+                where = at[giver] + (2 * np.tile(column, m.count // WARP)).astype(np.uint64)
+                memory, index = shared_view(m, where, 2)
+                if is_load:
+                    value = np.zeros(m.count, np.uint32)
+                    value[mask] = memory[index[mask]]
+                    whole = value if half == 0 else whole | value << np.uint32(16)  # noqa: F821 (the first half's)
+                else:
+                    memory[index[mask]] = (lanes(m, sources[i](m), "u32")[mask] >> np.uint32(16 * half)).astype("u2")
+            if is_load:
+                writers[i](m, whole)
+
+    return act
+
+
+def _halves(m: Machine, sources: list[Any]) -> Array:
+    """Registers as [threads, registers, 2] of 16 bits."""
+    return (
+        np.stack([lanes(m, source(m), "u32") for source in sources], axis=1)
+        .copy()
+        .view(np.uint16)
+        .reshape(m.count, len(sources), 2)
+    )
+
+
+def _mma(kind: str, texts: tuple[str, ...], operands: Operands) -> Step:
+    writers = [operands.writer(name) for name in vector(texts[0])]
+    a_parts, b_parts = ([operands.source(name, "u32") for name in vector(text)] for text in texts[1:3])
+    c_parts = [operands.source(name, "f32") for name in vector(texts[3])]
+
+    def act(m: Machine) -> None:
+        whole_warps(m, "mma")
+        warps = m.count // WARP
+        held = _widen(_halves(m, a_parts), kind).reshape(warps, WARP, 4, 2)
+        a, b = np.empty((warps, 16, 16), np.float32), np.empty((warps, 16, 8), np.float32)
+        for register in range(4):
+            for half in (0, 1):
+                a[:, _GROUP + 8 * (register % 2), _PAIR + half + 8 * (register // 2)] = held[:, :, register, half]
+        held = _widen(_halves(m, b_parts), kind).reshape(warps, WARP, 2, 2)
+        for register in range(2):
+            for half in (0, 1):
+                b[:, _PAIR + half + 8 * register, _GROUP] = held[:, :, register, half]
+        c = _gather(m, c_parts, warps, WARP, _rows_of_warp, 16, 8)
+        _scatter(m, writers, multiply(a, b, c), _rows_of_warp)
+
+    return act
+
+
+@cache
+def _rows_of_warp(register: int) -> tuple[Array, Array]:
+    """Row and column of accumulator `register` of each lane of a warp, in a tile of 16 rows."""
+    return _GROUP + 8 * (register // 2 % 2), 8 * (register // 4) + _PAIR + register % 2
+
+
+@cache
+def _rows_of_group(register: int) -> tuple[Array, Array]:
+    """The same for the four warps of a group, which have 16 rows each."""
+    row, column = _rows_of_warp(register)
+    return np.concatenate([row + 16 * warp for warp in range(4)]), np.tile(column, 4)
+
+
+_Place = Callable[[int], tuple[Array, Array]]
+
+
+def _gather(m: Machine, parts: list[Any], teams: int, size: int, place: _Place, rows: int, columns: int) -> Array:
+    out = np.empty((teams, rows, columns), np.float32)
+    for register, part in enumerate(parts):
+        row, column = place(register)
+        out[:, row, column] = lanes(m, part(m), "f32").reshape(teams, size)
+    return out
+
+
+def _scatter(m: Machine, writers: list[Any], matrix: Array, place: _Place) -> None:
+    for register, write in enumerate(writers):
+        row, column = place(register)
+        write(m, np.ascontiguousarray(matrix[:, row, column]).reshape(-1))
+
+
+def _wgmma(n: int, kind: str, texts: tuple[str, ...], operands: Operands) -> Step:
+    """D [64, n] of four warps = A [64, 16] B [16, n] (+ D); A in registers or described, B described."""
+    writers = [operands.writer(name) for name in vector(texts[0])]
+    c_parts = [operands.source(name, "f32") for name in vector(texts[0])]
+    in_registers = texts[1].startswith("{")
+    a_parts = [operands.source(name, "u32") for name in vector(texts[1])] if in_registers else []
+    a_descriptor = None if in_registers else operands.source(texts[1], "u64")
+    b_descriptor = operands.source(texts[2], "u64")
+    scale = operands.source(texts[3], "pred" if texts[3].startswith("%p") else "u32")
+    immediates = [int(text) for text in texts[4:]]
+    if immediates[:2] != [1, 1]:
+        raise ValueError(f"wgmma with other signs than 1, 1: {texts}")
+    transposes = ([0] if in_registers else []) + immediates[2:]
+
+    def act(m: Machine) -> None:
+        mask = m.mask()
+        if not mask.all() or m.launch.threads % WARP_GROUP:
+            raise Fault("wgmma without all threads of a group of warps")
+        teams = m.count // WARP_GROUP
+        if a_descriptor is None:
+            held = _widen(_halves(m, a_parts), kind).reshape(teams, WARP_GROUP, 4, 2)
+            a = np.empty((teams, 64, 16), np.float32)
+            for register in range(4):
+                for half in (0, 1):
+                    row = np.concatenate([_GROUP + 16 * warp for warp in range(4)]) + 8 * (register % 2)
+                    column = np.tile(_PAIR, 4) + half + 8 * (register // 2)
+                    a[:, row, column] = held[:, :, register, half]
+        else:
+            a = _described(m, a_descriptor, 64, bool(transposes[0]), kind)
+        b = _described(m, b_descriptor, n, bool(transposes[1]), kind)
+        keep = lanes(m, scale(m), "b32").reshape(teams, WARP_GROUP)[:, 0].astype(np.bool_)
+        c = _gather(m, c_parts, teams, WARP_GROUP, _rows_of_group, 64, n)
+        product = multiply(a, b.swapaxes(1, 2), np.where(keep[:, None, None], c, np.float32(0)))
+        _scatter(m, writers, product, _rows_of_group)
+
+    return act
+
+
+def _described(m: Machine, source: Any, extent: int, transposed: bool, kind: str) -> Array:
+    """[teams, extent, 16] of the operand that each group's matrix descriptor describes (PTX ISA, "Matrix descriptor").
+
+    K-major (not transposed): rows of K, `extent` of them, in atoms of 8 rows. Else K counts the rows of the atoms.
+    """
+    descriptors = lanes(m, source(m), "u64").reshape(-1, WARP_GROUP)
+    if (descriptors != descriptors[:, :1]).any():
+        raise Fault("threads of a group give different matrix descriptors")
+    out = np.empty((len(descriptors), extent, 16), np.float32)
+    for team, word in enumerate(int(value) for value in descriptors[:, 0]):
+        start, leading, stride = ((word >> shift & 0x3FFF) << 4 for shift in (0, 16, 32))
+        swizzle = {0: 0, 1: 3, 2: 2, 3: 1}[word >> 62]
+        if word >> 49 & 7:
+            raise Fault("a matrix descriptor with a base offset")
+        i, k = np.arange(extent)[:, None], np.arange(16)[None, :]
+        width = 16 << swizzle  # bytes of a row of an atom
+        if not transposed:
+            byte = 2 * k
+            offset = (
+                i // 8 * stride + i % 8 * width + byte
+                if swizzle
+                else (i // 8 * stride + byte // 16 * leading + i % 8 * 16 + byte % 16)
+            )
+        else:
+            byte = 2 * i
+            offset = byte // width * leading + k // 8 * stride + k % 8 * width + byte % width
+        address = swizzled(start + offset, swizzle)
+        shared = m.shared[team * WARP_GROUP // m.launch.threads]
+        if int(address.max()) + 2 > len(shared):
+            raise Fault("a matrix descriptor outside of shared memory")
+        out[team] = _widen(np.ascontiguousarray(shared.view(np.uint16)[address // 2]), kind)
+    return out
