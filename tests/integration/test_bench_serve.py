@@ -46,5 +46,11 @@ def test_failures_are_counted_and_change_the_exit_status(server: Any) -> None:
 
 
 def test_wrong_options_are_refused() -> None:
-    for options in ("--percentile-metrics xyz", "--goodput ttft=5", "--dataset-name custom", "--metadata x"):
-        assert CliRunner().invoke(bench, options.split()).exit_code == 2
+    wrong = ["--percentile-metrics xyz", "--goodput ttft=5", "--dataset-name custom", "--metadata x"]
+    wrong += ["--goodput ttft:fast", "--metric-percentiles 50,x", "--metric-percentiles 101", "--request-rate nan"]
+    wrong += ["--request-rate 0", "--burstiness inf", "--temperature nan"]
+    wrong += ["--save-result --result-filename /dev/null/new/x.json", "--save-result --result-filename /proc"]
+    for options in wrong:
+        done = CliRunner().invoke(bench, options.split())
+        assert done.exit_code == 2, options
+        assert "Usage: " in done.output

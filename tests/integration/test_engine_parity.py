@@ -6,6 +6,7 @@ Each mechanism is proved to have happened by the engine's own counters.
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from tokenspeed import LLM, SamplingParams
 from tokenspeed.cli.main import cli
+from tokenspeed.cli.output import unwritable
 from tokenspeed.errors import ConfigError, EngineDead, RequestError
 
 NEW_TOKENS = 24
@@ -256,6 +258,39 @@ def test_bulk_output_that_cannot_be_written_is_refused_before_anything_is_comput
     found = CliRunner().invoke(cli, ["generate", "nowhere", "-o", str(tmp_path / "absent" / "x")], input="")
     assert found.exit_code == 2
     assert "No such file or directory" in found.output
+
+
+def test_a_run_that_fails_leaves_no_output_and_changes_none(tmp_path: Path) -> None:
+    prompts, fresh, old = tmp_path / "prompts", tmp_path / "fresh", tmp_path / "old"
+    prompts.write_text('{"prompt": "a"}')
+    old.write_text("kept")
+    commands = {
+        "generate": '{"prompt": "a"}',
+        "score": '{"text": "a"}',
+        "numerics certify": "",
+        f"numerics dump --prompts {prompts}": "",
+    }
+    for command, lines in commands.items():
+        for file in (fresh, old):
+            found = CliRunner().invoke(cli, [*command.split(), "nowhere", "-o", str(file)], input=lines)
+            assert found.exit_code != 0
+            assert "nowhere" in found.output
+        missing = CliRunner().invoke(cli, [*command.split(), "nowhere", "-o", str(tmp_path / "absent" / "x")])
+        assert "No such file or directory" in missing.output
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["old", "prompts"]
+    assert old.read_text() == "kept"
+
+
+def test_an_output_pipe_is_left_to_its_reader(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    assert unwritable(tmp_path / "pipe") is None
+    assert unwritable(Path("/dev/null")) is None
+    assert unwritable(tmp_path) == "Is a directory"
+    assert unwritable(tmp_path / "new" / "x") == "No such file or directory"
+    assert unwritable(tmp_path / "new" / "x", makes_folders=True) is None
+    assert unwritable(tmp_path / "pipe" / "new" / "x", makes_folders=True) == "Not a directory"
+    assert unwritable(tmp_path / ("x" * 300)) == "File name too long"
+    assert [path.name for path in tmp_path.iterdir()] == ["pipe"]
 
 
 def test_bulk_work_that_fails_is_no_success(checkpoint: Path, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tokenspeed.cli.bench_options import counts_option
+from tokenspeed.cli.options import NumberRange
 from tokenspeed.cli.output import json_option, print_json, print_rich, print_table
 from tokenspeed.cli.progress import counted
 
@@ -27,9 +28,7 @@ _MIN_CALLS, _MAX_CALLS = 5, 5000
 @counts_option("--rows", "rows", (1, 2, 4, 8, 16, 32, 128, 512), "Tokens; may be repeated.")
 @click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), default="bfloat16", show_default=True)
 @click.option("--threads", type=click.IntRange(1), help="Of torch and kernels alike.  [default: torch's]")
-@click.option(
-    "--seconds", type=click.FloatRange(0.0), default=0.3, show_default=True, help="For each row of the table."
-)
+@click.option("--seconds", type=NumberRange(0.0), default=0.3, show_default=True, help="For each row of the table.")
 @json_option
 def kernels(
     operators: tuple[str, ...],

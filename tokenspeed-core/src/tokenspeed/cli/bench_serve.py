@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+
+from tokenspeed.cli.options import NumberRange
+from tokenspeed.cli.output import unwritable
 
 if TYPE_CHECKING:
     from tokenspeed.cli.bench_load import Outcome, Prompt
@@ -34,12 +38,17 @@ _NAMES = {
 @click.option("--num-prompts", type=click.IntRange(min=1), default=100, show_default=True)
 @click.option("--random-input-len", type=click.IntRange(min=1), default=128, show_default=True)
 @click.option("--random-output-len", type=click.IntRange(min=1), default=64, show_default=True)
-@click.option("--random-range-ratio", type=click.FloatRange(0, 1), default=0.0, help="Lengths vary by this share.")
-@click.option("--request-rate", type=float, default=float("inf"), help="Requests a second; inf sends all at once.")
-@click.option("--burstiness", type=click.FloatRange(min=0.01), default=1.0, help="1: Poisson arrivals; less: burstier.")
+@click.option("--random-range-ratio", type=NumberRange(0, 1), default=0.0, help="Lengths vary by this share.")
+@click.option(
+    "--request-rate",
+    type=NumberRange(0, min_open=True, infinite=True),
+    default=float("inf"),
+    help="Requests a second; inf sends all at once.",
+)
+@click.option("--burstiness", type=NumberRange(min=0.01), default=1.0, help="1: Poisson arrivals; less: burstier.")
 @click.option("--max-concurrency", type=click.IntRange(min=1), help="Most requests at once.")
 @click.option("--ignore-eos", is_flag=True, help="Always generate the full output length.")
-@click.option("--temperature", type=float, help="Sampling temperature; the server's default if not given.")
+@click.option("--temperature", type=NumberRange(0), help="Sampling temperature; the server's default if not given.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the prompts and arrivals.")
 @click.option("--num-warmups", type=click.IntRange(min=0), default=0, help="Requests before the measured ones.")
 @click.option("--percentile-metrics", default="ttft,tpot,itl", show_default=True, help="Of ttft, tpot, itl, e2el.")
@@ -62,7 +71,9 @@ def serve(**options: Any) -> None:
     limits = _goodput(options["goodput"])
     metadata = dict(_pair(text, "=", "--metadata") for text in options["metadata"])
     chosen = _chosen_metrics(options["percentile_metrics"])
-    percentiles = [float(text) for text in options["metric_percentiles"].split(",")]
+    percentiles = [_number("--metric-percentiles", text, most=100) for text in options["metric_percentiles"].split(",")]
+    date = datetime.now().strftime("%Y%m%d-%H%M%S")
+    saved = _result_file(options, date)
     is_chat = options["backend"] == "openai-chat"
     load = Load(
         base_url=options["base_url"],
@@ -88,7 +99,7 @@ def serve(**options: Any) -> None:
         )
     outcomes, seconds = asyncio.run(_run(load, prompts, options))
     result = {
-        "date": datetime.now().strftime("%Y%m%d-%H%M%S"),
+        "date": date,
         "backend": options["backend"],
         "model_id": load.model,
         "num_prompts": len(prompts),
@@ -99,8 +110,8 @@ def serve(**options: Any) -> None:
         **summarise(outcomes, seconds, METRICS, percentiles, limits),
     }
     _print(result, chosen, percentiles)
-    if options["save_result"] or options["save_detailed"]:
-        _save(result, outcomes, options)
+    if saved is not None:
+        _save(result, outcomes, saved, detailed=options["save_detailed"])
     if result["failed"]:
         errors = sorted({outcome.error for outcome in outcomes if outcome.error})
         click.echo(f"{result['failed']} requests failed: {'; '.join(errors[:3])}", err=True)
@@ -133,8 +144,18 @@ def _goodput(texts: tuple[str, ...]) -> dict[str, float]:
     for name, value in (_pair(part, ":", "--goodput") for text in texts for part in text.split()):
         if name not in ("ttft", "tpot", "e2el"):
             raise click.UsageError(f"--goodput: {name!r} is not one of ttft, tpot, e2el")
-        limits[name] = float(value)
+        limits[name] = _number("--goodput", value)
     return limits
+
+
+def _number(option: str, text: str, most: float = math.inf) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number <= most or number == math.inf:
+        raise click.UsageError(f"{option}: {text.strip()!r} is no number from 0" + f" to {most:g}" * (most < math.inf))
+    return number
 
 
 def _pair(text: str, separator: str, option: str) -> tuple[str, str]:
@@ -175,8 +196,18 @@ def _rows(rows: list[tuple[str, Any]]) -> None:
         click.echo(f"{name + ':':<44}{value:>16.2f}" if isinstance(value, float) else f"{name + ':':<44}{value:>16}")
 
 
-def _save(result: dict[str, Any], outcomes: list[Outcome], options: dict[str, Any]) -> None:
-    if options["save_detailed"]:
+def _result_file(options: dict[str, Any], date: str) -> Path | None:
+    """Where the result goes, if it is kept; found out before anything is measured."""
+    if not (options["save_result"] or options["save_detailed"]):
+        return None
+    path = Path(options["result_dir"] or ".") / (options["result_filename"] or f"{options['backend']}-{date}.json")
+    if fault := unwritable(path, makes_folders=True):
+        raise click.UsageError(f"{path} cannot be written: {fault}")
+    return path
+
+
+def _save(result: dict[str, Any], outcomes: list[Outcome], path: Path, *, detailed: bool) -> None:
+    if detailed:
         result |= {
             "input_lens": [outcome.input_tokens for outcome in outcomes],
             "output_lens": [outcome.output_tokens for outcome in outcomes],
@@ -187,8 +218,6 @@ def _save(result: dict[str, Any], outcomes: list[Outcome], options: dict[str, An
             "generated_texts": [outcome.text for outcome in outcomes],
             "errors": [outcome.error for outcome in outcomes],
         }
-    name = options["result_filename"] or f"{options['backend']}-{result['date']}.json"
-    path = Path(options["result_dir"] or ".") / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=2))
     click.echo(f"wrote {path}")

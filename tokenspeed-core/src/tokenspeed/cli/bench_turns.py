@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import click
 
 from tokenspeed.cli.bench_options import Option, count_option, size_options, together
+from tokenspeed.cli.options import NumberRange
 from tokenspeed.cli.output import json_option, print_table
 from tokenspeed.cli.progress import counted
 
@@ -32,7 +33,7 @@ def turn_options(*, batches: Sequence[int], input_len: int, output_len: int, pre
     return together(
         size_options(batches=batches, input_len=input_len, output_len=output_len, prefill_len=prefill_len),
         count_option("--rounds", rounds, "How often the two take turns."),
-        click.option("--at-least", type=float, help="Exit with status 1 when a ratio is below this."),
+        click.option("--at-least", type=NumberRange(0), help="Exit with status 1 when a ratio is below this."),
         json_option,
     )
 

@@ -9,6 +9,7 @@ from typing import Any, BinaryIO
 import click
 import msgspec
 
+from tokenspeed.cli.output import check_writable
 from tokenspeed.errors import RequestError
 
 
@@ -51,18 +52,6 @@ def report_failures(failed: int, count: int) -> None:
         raise RequestError(f"{failed} of {count} samples failed; `error` in their lines says why")
 
 
-def _check_writable(_ctx: click.Context, _param: click.Parameter, value: Any) -> Any:
-    """An output file is opened at its first line, so as to lose nothing before; but find out now if that can be."""
-    name = getattr(value, "name", "-")
-    if isinstance(name, str) and name not in ("-", "<stdout>"):
-        try:
-            with open(name, "ab"):
-                pass
-        except OSError as error:
-            raise click.BadParameter(f"{name!r}: {error.strerror}") from None
-    return value
-
-
 class OrderedLines:
     """Writes row `index` as soon as all rows before it are written. Infinite numbers become null."""
 
@@ -89,7 +78,7 @@ output_option = click.option(
     "out",
     type=click.File("wb"),
     default="-",
-    callback=_check_writable,
+    callback=check_writable,
     help="JSONL to write; standard output if not given.",
 )
 progress_option = click.option(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tokenspeed.cli.output import json_option, print_json, print_table
+from tokenspeed.cli.output import json_option, print_json, print_table, unwritable
 from tokenspeed.config_sources import allowed_plugins
 from tokenspeed.errors import ConfigError
 from tokenspeed.machine import Machine, read_machine
@@ -53,6 +53,8 @@ def verify(
         _replay(Path(replayed), host)
         return
     chosen = _chosen(host, plugin, kernel)
+    if fault := unwritable(Path(folder) / "fault", makes_folders=True):
+        raise ConfigError(f"--faults {folder}: {fault}")
     reports = _run(chosen, host, read_machine(device), only)
     saved = _save(reports, Path(folder))
     if as_json:

@@ -11,7 +11,7 @@ import click
 
 from tokenspeed.cli.numerics_verify import load_lab, run_in_process, under_rl_bitwise
 from tokenspeed.cli.options import EngineCommand, engine_options
-from tokenspeed.cli.output import console, json_option, print_json
+from tokenspeed.cli.output import check_writable, console, json_option, print_json
 from tokenspeed.config import MACHINE, MODEL, NUMERICS, REPLIES, EngineConfig
 from tokenspeed.errors import ConfigError
 
@@ -28,7 +28,11 @@ REPLAY_TOGETHER = 32
 @engine_options(MODEL, NUMERICS, MACHINE, REPLIES)
 @click.option("--quick/--full", default=True, help="How much `verify` does first.")
 @click.option(
-    "--output", "-o", type=click.Path(dir_okay=False, path_type=Path), help="File; standard output otherwise."
+    "--output",
+    "-o",
+    type=click.Path(dir_okay=False, path_type=Path),
+    callback=check_writable,
+    help="File; standard output otherwise.",
 )
 def certify(config: EngineConfig, quick: bool, output: Path | None) -> None:
     """Verify, then write the certificate: what determines the bits, where they were computed, and what was found.

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import click
 
 from tokenspeed.cli.jsonl import read_lines
-from tokenspeed.cli.options import EngineCommand, engine_options
+from tokenspeed.cli.options import EngineCommand, NumberRange, engine_options
+from tokenspeed.cli.output import check_writable
 from tokenspeed.config import MACHINE, MODEL, EngineConfig
+from tokenspeed.engine.validation import MAX_TEMPERATURE
 from tokenspeed.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
@@ -21,7 +23,14 @@ LAYOUTS = ("alone", "padded-left", "padded-right", "packed")
 @click.command(cls=EngineCommand)
 @engine_options(MODEL, MACHINE)
 @click.option("--prompts", type=click.File("rb"), required=True, help="JSONL: `prompt` or `token_ids` in each line.")
-@click.option("--output", "-o", type=click.Path(dir_okay=False, path_type=Path), required=True, help="File to write.")
+@click.option(
+    "--output",
+    "-o",
+    type=click.Path(dir_okay=False, path_type=Path),
+    callback=check_writable,
+    required=True,
+    help="File to write.",
+)
 @click.option(
     "--trainer",
     "profile",
@@ -34,7 +43,7 @@ LAYOUTS = ("alone", "padded-left", "padded-right", "packed")
 )
 @click.option("--layout", type=click.Choice(LAYOUTS), default="padded-right", help="How sequences share a batch.")
 @click.option("--batch-size", default=8, type=click.IntRange(1), help="Sequences in a forward pass.")
-@click.option("--temperature", default=1.0, type=click.FloatRange(0), help="What logits are divided by.")
+@click.option("--temperature", default=1.0, type=NumberRange(0, MAX_TEMPERATURE), help="What logits are divided by.")
 @click.option("--activations", is_flag=True, help="Record what every module computes, too. Large.")
 @click.option("--stock", is_flag=True, help="Leave the model as transformers makes it, instead of adopting it.")
 def dump(

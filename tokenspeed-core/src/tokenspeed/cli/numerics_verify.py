@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tokenspeed.cli.options import EngineCommand, engine_options
+from tokenspeed.cli.options import EngineCommand, NumberRange, engine_options
 from tokenspeed.cli.output import console, json_option, print_json
 from tokenspeed.cli.signals import sigterm_interrupts
 from tokenspeed.config import MACHINE, MODEL, NUMERICS, REPLIES, EngineConfig
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 @engine_options(MODEL, NUMERICS, MACHINE, REPLIES)
 @click.option("--quick/--full", default=True, help="Under a minute, or more than 100 prompts of 128 tokens.")
 @click.option("--only", multiple=True, metavar="NAME", help="Run only this scenario. May be repeated.")
-@click.option("--soak", "soak_seconds", type=click.FloatRange(1), help="Add 64 HTTP clients for so many seconds.")
+@click.option("--soak", "soak_seconds", type=NumberRange(1), help="Add 64 HTTP clients for so many seconds.")
 @click.option("--url", help="Verify a running OpenAI-compatible server instead, as http://127.0.0.1:8000.")
 @click.option("--url-key", help="API key for --url.")
 @json_option

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -14,6 +15,20 @@ from tokenspeed.config_sources import load_config
 from tokenspeed.options import Option
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class NumberRange(click.FloatRange):
+    """A number in a range; what is no number (nan) is in none, and infinity only where `infinite` says so."""
+
+    def __init__(self, *args: Any, infinite: bool = False, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._infinite = infinite
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if math.isnan(number) or (math.isinf(number) and not self._infinite):
+            self.fail(f"{value!r} is not a finite number.", param, ctx)
+        return number
 
 
 class GroupedOption(click.Option):

@@ -2,14 +2,48 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
+
+
+def check_writable(_ctx: click.Context, _param: click.Parameter, value: Any) -> Any:
+    """For options that name a file to write when a command ends: find out now if that can be, and leave nothing there.
+
+    `value` is a path, or a file of click's, which opens it at the first write.
+    """
+    name = value if isinstance(value, Path) else getattr(value, "name", None)
+    if isinstance(name, str | Path) and str(name) not in ("-", "<stdout>") and (fault := unwritable(Path(name))):
+        raise click.BadParameter(f"{str(name)!r}: {fault}")
+    return value
+
+
+def unwritable(path: Path, *, makes_folders: bool = False) -> str | None:
+    """Why no file can be written at `path`; None when it can. `makes_folders`: those that it is in may be missing."""
+    try:
+        if path.exists():
+            if path.is_dir():
+                return os.strerror(errno.EISDIR)
+            return None if os.access(path, os.W_OK) else os.strerror(errno.EACCES)
+        if makes_folders and not path.parent.exists():
+            folder = next(parent for parent in path.parents if parent.exists())
+            if not folder.is_dir():
+                return os.strerror(errno.ENOTDIR)
+            return None if os.access(folder, os.W_OK | os.X_OK) else os.strerror(errno.EACCES)
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+        path.unlink()
+    except OSError as error:
+        return error.strerror
+    return None
+
 
 PLAIN_WIDTH = 200
 """Columns when the output is no terminal: wide, so that a pipe does not get wrapped names."""
