@@ -261,14 +261,13 @@ def test_bulk_output_that_cannot_be_written_is_refused_before_anything_is_comput
 
 
 def test_a_run_that_fails_leaves_no_output_and_changes_none(tmp_path: Path) -> None:
-    prompts, fresh, old = tmp_path / "prompts", tmp_path / "fresh", tmp_path / "old"
-    prompts.write_text('{"prompt": "a"}')
+    fresh, old = tmp_path / "fresh", tmp_path / "old"
     old.write_text("kept")
     commands = {
         "generate": '{"prompt": "a"}',
         "score": '{"text": "a"}',
         "numerics certify": "",
-        f"numerics dump --prompts {prompts}": "",
+        "numerics dump --prompts -": '{"prompt": "a"}',
     }
     for command, lines in commands.items():
         for file in (fresh, old):
@@ -277,7 +276,7 @@ def test_a_run_that_fails_leaves_no_output_and_changes_none(tmp_path: Path) -> N
             assert "nowhere" in found.output
         missing = CliRunner().invoke(cli, [*command.split(), "nowhere", "-o", str(tmp_path / "absent" / "x")])
         assert "No such file or directory" in missing.output
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["old", "prompts"]
+    assert list(tmp_path.iterdir()) == [old]
     assert old.read_text() == "kept"
 
 
