@@ -67,9 +67,10 @@ def triton_interpreted(session: nox.Session) -> None:
 
 @nox.session(name="triton-emulated")
 def triton_emulated(session: nox.Session) -> None:
-    """Every case of the Triton kernels, compiled for each GPU that the emulator knows (a quarter of an hour)."""
+    """Every case of the Triton kernels, compiled for each GPU that the emulator knows (half an hour)."""
     install(session, *ALL, extras="[dev]")
-    cases = [f"tests/numerics/triton_cases/{family}.py" for family in ("gemm", "rows", "attention", "sampling")]
+    families = ("gemm", "rows", "attention", "sampling", "engine")
+    cases = [f"tests/numerics/triton_cases/{family}.py" for family in families]
     for arch in ("sm80", "sm86", "sm89", "sm90"):
         environment = {"TRITON_CASES_EMULATE": arch, "TRITON_CASES_THOROUGH": "1", "OMP_NUM_THREADS": "1"}
         session.run("pytest", *(session.posargs or cases), env=environment)
