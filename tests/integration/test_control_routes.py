@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -86,6 +89,33 @@ def test_pause_wait_lets_running_requests_finish(server: Any, http: httpx.Client
     http.post("/pause?mode=wait")
     assert future.done() or future.result(1)
     assert future.result().json()["choices"][0]["finish_reason"] == "length"
+
+
+def test_pause_wait_lets_frozen_requests_finish(server: Any, http: httpx.Client, pool: ThreadPoolExecutor) -> None:
+    future = pool.submit(post, server)
+    until(lambda: running(http) == 1)
+    http.post("/pause?mode=keep")
+    assert http.post("/pause?mode=wait").json() == {"status": "paused"}
+    assert future.result(1).json()["choices"][0]["finish_reason"] == "length"
+    assert http.get("/is_paused").json() == {"is_paused": True}
+
+
+@pytest.mark.parametrize(("then", "status"), [("/resume", "resumed"), ("/pause?mode=keep", "paused")])
+def test_whoever_comes_later_ends_a_pause_that_waits(
+    server: Any, http: httpx.Client, pool: ThreadPoolExecutor, then: str, status: str
+) -> None:
+    def wait() -> httpx.Response:
+        with httpx.Client(base_url=server.url, timeout=60) as client:
+            return client.post("/pause?mode=wait")
+
+    future = pool.submit(post, server)
+    until(lambda: running(http) == 1)
+    waiting = pool.submit(wait)
+    until(lambda: http.get("/is_paused").json()["is_paused"])
+    http.post(then)
+    assert waiting.result(5).json() == {"status": status}
+    http.post("/resume")
+    assert future.result(30).json()["choices"][0]["finish_reason"] == "length"
 
 
 def test_sglang_pause_lets_new_requests_wait(server: Any, http: httpx.Client, pool: ThreadPoolExecutor) -> None:
@@ -185,6 +215,42 @@ def test_metrics_count_what_was_served(http: httpx.Client) -> None:
     assert value("num_requests_running") == 0
     for name in ("kv_cache_usage_perc", "time_to_first_token_seconds_sum", "prefix_cache_queries_total"):
         assert value(name) >= 0
+
+
+def total(http: httpx.Client, *beginnings: str) -> float:
+    """The sum of the series that begin so."""
+    lines = http.get("/metrics").text.splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(beginnings))
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_metrics_count_a_client_that_has_gone_as_such(server: Any, http: httpx.Client, stream: bool) -> None:
+    """Neither as a failure of the server nor not at all. It goes before the first byte of its reply."""
+    succeeded = [f'tokenspeed:request_success_total{{engine="0",finished_reason="{how}"' for how in ("abort", "length")]
+    answered = [f'http_requests_total{{handler="/v1/completions",method="POST",status="{n}xx"' for n in (4, 5)]
+    before = [total(http, beginning) for beginning in (*succeeded, *answered)]
+    http.post("/pause?mode=keep")
+    host, port = server.url.removeprefix("http://").split(":")
+    content = json.dumps({**LONG, "n": 2, "stream": stream}).encode()
+    with socket.create_connection((host, int(port))) as connection:
+        head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        connection.sendall(f"{head}content-length: {len(content)}\r\n\r\n".encode() + content)
+        until(lambda: http.get("/load").json() == {"server_load": 2})
+    until(lambda: http.get("/load").json() == {"server_load": 0})
+    http.post("/resume")
+    after = [total(http, beginning) for beginning in (*succeeded, *answered)]
+    assert [b - a for a, b in zip(before, after, strict=True)] == [2, 0, 1, 0]
+
+
+def test_an_engine_that_does_not_answer_holds_up_no_report(server: Any, http: httpx.Client) -> None:
+    http.get("/server_info")
+    os.kill(server.engine_pid(), signal.SIGSTOP)
+    try:
+        assert http.get("/server_info", timeout=10).json()["internal_states"][0]["running"] == 0
+        assert http.get("/v1/loads", timeout=10).json()["loads"][0]["num_total_reqs"] == 0
+        assert http.get("/metrics", timeout=10).status_code == 200
+    finally:
+        os.kill(server.engine_pid(), signal.SIGCONT)
 
 
 def test_small_routes(http: httpx.Client) -> None:

@@ -204,6 +204,19 @@ def test_a_drain_finishes_what_runs_and_a_second_signal_ends_it(start_server: An
         assert "stopped" in server.output()
 
 
+def test_a_drain_finishes_what_a_pause_has_frozen(start_server: Any) -> None:
+    with start_server("--threads", "1", "--drain-timeout-seconds", "60") as server, ThreadPoolExecutor(1) as pool:
+        with httpx.Client(base_url=server.url, timeout=60) as http:
+            future = pool.submit(httpx.post, f"{server.url}/v1/completions", json=LONG, timeout=60)
+            while http.get("/server_info").json()["internal_states"][0]["running"] < 1:
+                time.sleep(0.01)
+            http.post("/pause?mode=keep")
+        started = time.monotonic()
+        assert server.stop() == 0
+        assert time.monotonic() - started < 20
+        assert future.result(1).json()["choices"][0]["finish_reason"] == "length"
+
+
 def _serve(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [str(Path(sys.executable).with_name("tokenspeed")), "serve", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)

@@ -175,6 +175,9 @@ def test_a_version_of_ones_own(own: httpx.Client) -> None:
         ("/update_weights", {"weight_dir": None}, 400, "weight_dir"),
         ("/update_weights", {"update_info": {"names": []}}, 501, "weight_dir"),
         ("/update_weight_version", {"new_version": 3}, 400, "new_version"),
+        ("/update_weight_version", {"new_version": ""}, 400, "new_version"),
+        ("/update_weight_version", {"new_version": "x" * 257}, 400, "new_version"),
+        ("/update_weights_from_disk", {"model_path": "/x", "weight_version": "x" * 257}, 400, "weight_version"),
     ],
 )
 def test_what_is_refused(own: httpx.Client, path: str, body: dict[str, Any], status: int, reason: str) -> None:

@@ -17,9 +17,6 @@ from tokenspeed.server.service import Service
 
 routes = router(tags=["server"])
 
-STATS_SECONDS = 2.0
-"""How long `/metrics` waits for an engine that is between two steps, or loads weights, before it repeats itself."""
-
 
 @routes.get("/v1/models")
 async def models(service: ServiceDep) -> Response:
@@ -93,7 +90,7 @@ async def readiness(service: ServiceDep) -> Response:
 @routes.get("/metrics")
 async def metrics(service: ServiceDep) -> Response:
     """Prometheus metrics; those of the engine as it last told them, while it is too busy to answer."""
-    return Response(service.metrics.render(await service.stats(STATS_SECONDS)), media_type=CONTENT_TYPE)
+    return Response(service.metrics.render(await service.stats()), media_type=CONTENT_TYPE)
 
 
 @routes.get("/numerics")

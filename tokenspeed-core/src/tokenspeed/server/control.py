@@ -61,12 +61,13 @@ async def pause(
 ) -> Response:
     """Stop the engine: end running requests (`abort`), let them finish (`wait`) or freeze them (`keep`).
 
-    In the first two modes new requests get 503 until `/resume`; in the last they wait.
+    In the first two modes new requests get 503 until `/resume`; in the last they wait. `wait` ends early, and says so
+    with the status `resumed`, when `/resume` comes first.
     """
     await service.pause(mode, keep_accepting=mode == "keep")
     if clear_cache and mode != "keep":
         await service.client.call("reset_prefix_cache")
-    return JsonResponse({"status": "paused"})
+    return JsonResponse({"status": "paused" if service.is_paused else "resumed"})
 
 
 @routes.post("/resume")
@@ -93,7 +94,7 @@ async def get_world_size(include_dp: Annotated[bool, Query()] = True) -> Respons
 @about.get("/get_server_info", include_in_schema=False)
 async def server_info(service: ServiceDep) -> Response:
     """Options, sizes and state: SGLang's flat keys, and vLLM's `vllm_config` beside them."""
-    stats = {} if service.client.dead is not None else await service.client.stats()
+    stats = await service.stats()
     return JsonResponse({**_flat(service), "vllm_config": _nested(service), "internal_states": [stats]})
 
 

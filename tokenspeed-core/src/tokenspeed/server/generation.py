@@ -69,6 +69,7 @@ class Sample:
 
     def absorb(self, update: TokenUpdate) -> None:
         """Add what a step brought. Raises ApiError when the engine reports that this sample failed."""
+        self.finish_reason = update.finish_reason
         if update.finish_reason == "error":
             raise ApiError(500, update.error or "the engine failed on this request", reason="sample_failed")
         if update.token_ids or not self.token_ids:
@@ -80,7 +81,6 @@ class Sample:
         self.logprobs += update.logprobs or ()
         if update.prompt_logprobs is not None:
             self.prompt_logprobs = update.prompt_logprobs
-        self.finish_reason = update.finish_reason
         self.stop_reason = update.stop_reason
         self.cached_tokens = update.cached_tokens
         self.preemptions = update.preemptions

@@ -175,6 +175,12 @@ class Metrics:
             if len(sample.token_ids) > 1:
                 self._per_token.observe((now - sample.first_token_at) / (len(sample.token_ids) - 1))
 
+    def ended(self, generation: Generation, unfinished: str) -> None:
+        """A request is over. Samples that failed are counted, and those whose client has gone, as `unfinished`."""
+        for sample in generation.samples:
+            if sample.finish_reason in (None, "error"):
+                self._success.labels(*self._labels.values(), sample.finish_reason or unfinished).inc()
+
     def http(self, method: str, handler: str, status: int, seconds: float) -> None:
         """An HTTP request was answered; `status` is grouped as `2xx`."""
         self._http.labels(method, handler, f"{status // 100}xx").inc()

@@ -36,7 +36,8 @@ class Gate:
         given = headers.get(REQUEST_ID_HEADER, "")
         request_id = given if _PRINTABLE_ID.fullmatch(given) else uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = request_id
-        started, status, has_started = time.monotonic(), 500, False
+        # Where no reply begins and no error is raised, the client has gone.
+        started, status, has_started = time.monotonic(), 499, False
 
         async def send_with_id(message: Message) -> None:
             nonlocal status, has_started

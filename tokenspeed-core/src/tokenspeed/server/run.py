@@ -177,7 +177,7 @@ class Server(uvicorn.Server):
         if running:
             limit = self._drain_timeout_seconds
             self._say(f"draining: {running} samples may finish within {limit:g} s; a second signal ends them now")
-            if not await self._service.idle(limit):
+            if not await self._service.drain(limit):
                 self._end_now()
         self.should_exit = True
 

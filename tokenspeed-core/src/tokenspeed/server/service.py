@@ -20,6 +20,11 @@ from tokenspeed.server.limits import Limits
 from tokenspeed.server.metrics import Metrics
 from tokenspeed.server.text import TextService
 
+STATS_SECONDS = 2.0
+"""How long to wait for the counters of an engine that is between two steps, or loads weights, before repeating them."""
+
+_POLL_SECONDS = 0.02
+
 
 @dataclass(frozen=True)
 class ServiceOptions:
@@ -47,6 +52,7 @@ class Service:
         self.draining = False
         self.is_paused = False
         self._refusing: str | None = None
+        self._turn = 0
         self._exchanges = 0
         self._stats: dict[str, Any] = {}
         self._engine_ids: defaultdict[str, set[str]] = defaultdict(set)
@@ -107,6 +113,7 @@ class Service:
 
     def ended(self, generation: Generation) -> None:
         """Called by every generation when it is over, whatever the reason."""
+        self.metrics.ended(generation, "abort" if self.client.dead is None else "error")
         for external_id, engine_id in generation.engine_ids:
             ids = self._engine_ids[external_id]
             ids.discard(engine_id)
@@ -126,20 +133,24 @@ class Service:
         while self.client.in_flight:
             if deadline is not None and time.monotonic() >= deadline:
                 return False
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(_POLL_SECONDS)
         return self.client.dead is None
 
     async def pause(self, mode: str, *, keep_accepting: bool) -> None:
         """Stop the engine between two steps: `abort` ends what runs, `wait` lets it finish, `keep` freezes it.
 
-        Unless `keep_accepting`, new requests get 503 until `resume`; otherwise they wait.
+        Unless `keep_accepting`, new requests get 503 until `resume`; otherwise they wait. A pause that waits gives up
+        when another one or `resume` comes.
         """
+        self._turn = turn = self._turn + 1
         self.is_paused = True
         if not keep_accepting:
             self._refusing = f"the server is paused (mode {mode}); resume it first"
         if mode == "wait":
-            await self.idle()
-            if not self.is_paused:  # resumed while waiting
+            await self.client.call("resume")  # what an earlier pause froze finishes only if it runs
+            while self.client.in_flight and turn == self._turn:
+                await asyncio.sleep(_POLL_SECONDS)
+            if turn != self._turn:
                 return
         await self.client.call("pause")
         if mode == "abort":
@@ -148,9 +159,19 @@ class Service:
 
     async def resume(self) -> None:
         """Go on after `pause`; nothing happens when not paused."""
+        self._turn += 1
         self.is_paused = False
         self._refusing = None
         await self.client.call("resume")
+
+    async def drain(self, timeout_seconds: float) -> bool:
+        """Let what runs finish, also what a pause has frozen; False when time is out or the engine is dead."""
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                await self.resume()
+                return await self.idle()
+        except (TimeoutError, EngineDead):
+            return False
 
     async def change_weights(self, method: str, **arguments: Any) -> EngineInfo:
         """Call a control method that changes the weights or their version, and keep what it says.
@@ -171,7 +192,7 @@ class Service:
         self.metrics.numerics_changed(_labels(self.info))
         return self.info
 
-    async def stats(self, timeout_seconds: float) -> dict[str, Any]:
+    async def stats(self, timeout_seconds: float = STATS_SECONDS) -> dict[str, Any]:
         """The engine's counters and gauges, the last ones when it does not answer in time; none when it is dead."""
         try:
             self._stats = await self.client.call("stats", timeout_seconds)

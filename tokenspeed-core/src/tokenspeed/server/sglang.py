@@ -248,14 +248,15 @@ async def get_weight_version(service: ServiceDep) -> Response:
 async def loads(service: ServiceDep, include: Annotated[str, Query(max_length=64)] = "core") -> Response:
     """How many samples run and wait, by data-parallel rank."""
     del include  # there are only the core numbers
-    stats = await service.client.stats()
-    running, waiting = stats["running"], stats["waiting"]
+    service.check_alive()
+    stats = await service.stats()
+    running, waiting = stats.get("running", 0), stats.get("waiting", 0)
     load = {
         "dp_rank": 0,
         "num_running_reqs": running,
         "num_waiting_reqs": waiting,
         "num_total_reqs": max(running + waiting, service.client.in_flight),
-        "num_used_tokens": stats["pages_used"] * 16,
+        "num_used_tokens": stats.get("pages_used", 0) * 16,
         "max_total_num_tokens": service.info.kv_tokens,
     }
     return JsonResponse({"dp_rank_count": 1, "loads": [load]})

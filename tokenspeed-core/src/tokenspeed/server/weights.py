@@ -7,15 +7,19 @@ nothing that the old weights computed is read again.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from fastapi import Depends, Response
+from pydantic import Field
 
 from tokenspeed.errors import RequestError
 from tokenspeed.server.control import guard
 from tokenspeed.server.errors import ApiError, JsonResponse
 from tokenspeed.server.fields import StrictModel
 from tokenspeed.server.routes import ServiceDep, router
+
+WeightVersion = Annotated[str, Field(min_length=1, max_length=256)]
+"""A name for a set of weights; every reply carries it."""
 
 routes = router(tags=["weights"], dependencies=[Depends(guard)])
 
@@ -31,7 +35,7 @@ class UpdateWeightsFromDisk(StrictModel):
     model_path: str
     load_format: str | None = None
     abort_all_requests: bool = False
-    weight_version: str | None = None
+    weight_version: WeightVersion | None = None
 
 
 class UpdateWeights(StrictModel):
@@ -39,13 +43,13 @@ class UpdateWeights(StrictModel):
 
     weight_dir: str | None = None
     update_info: Any = None
-    weight_version: str | None = None
+    weight_version: WeightVersion | None = None
 
 
 class UpdateWeightVersion(StrictModel):
     """`POST /update_weight_version`."""
 
-    new_version: str
+    new_version: WeightVersion
     abort_all_requests: bool = False
 
 
