@@ -7,6 +7,7 @@ only torch knows whether there is one. Which device `auto` means is decided here
 from __future__ import annotations
 
 import importlib.metadata
+import math
 import os
 import platform
 import sys
@@ -16,6 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from tokenspeed import cgroup
 from tokenspeed.errors import ConfigError
 
 # Linux spells the flags of /proc/cpuinfo this way; the values are the names that kernels require.
@@ -42,7 +44,7 @@ class Machine:
     """One computer, as far as kernel selection cares.
 
     `device` is `cpu` or `cuda`; `arch` is `x86_64`, `aarch64` or `sm80`, `sm90`, …; `isa` the CPU instruction sets;
-    `cores` the CPUs that this process may use; `memory_bytes` the host's memory; `libraries` maps module to version.
+    `cores` the CPUs and `memory_bytes` the host's memory that this process may use; `libraries` maps module to version.
     `gpu_memory_bytes` is the whole memory of the GPU and `gpu_free_bytes` what of it this process could have; 0
     without one.
     """
@@ -86,12 +88,16 @@ def choose_device(device: str) -> str:
 
 
 def read_machine(device: str = "cpu") -> Machine:
-    """Read this computer, on its GPU where `auto` finds one. Raises ConfigError when there is none for `cuda`."""
-    device = choose_device(device)
+    """Read this computer, on its GPU where `auto` finds one: the current one, or with `cuda:1` the one of that number.
+
+    Raises ConfigError when there is none for `cuda`.
+    """
+    device, _, number = choose_device(device).partition(":")
+    index = int(number) if number else None
     flags, name = _cpu_flags()
     common: dict[str, Any] = {
         "isa": flags,
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        "cores": _cores(),
         "memory_bytes": _memory_bytes(),
         "libraries": installed_libraries(),
     }
@@ -102,14 +108,14 @@ def read_machine(device: str = "cpu") -> Machine:
 
         if not torch.cuda.is_available():
             raise ConfigError(f"--device cuda: {_why_no_gpu(torch)}; use --device cpu")
-        major, minor = torch.cuda.get_device_capability()
-        free, total = torch.cuda.mem_get_info()
+        major, minor = torch.cuda.get_device_capability(index)
+        free, total = torch.cuda.mem_get_info(index)
         # What torch keeps for this process and no tensor holds, as after another engine, is free to the next one.
-        free += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        free += torch.cuda.memory_reserved(index) - torch.cuda.memory_allocated(index)
         return Machine(
             device="cuda",
             arch=f"sm{major}{minor}",
-            name=torch.cuda.get_device_name(),
+            name=torch.cuda.get_device_name(index),
             gpu_memory_bytes=total,
             gpu_free_bytes=free,
             **common,
@@ -172,8 +178,18 @@ def _cpu_flags() -> tuple[frozenset[str], str]:
     return flags, name
 
 
+def _cores() -> int:
+    """CPUs that this process may run on, or fewer where its container has time on fewer; at least one."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    limit = cgroup.cpu_limit()
+    return cores if limit is None else max(min(cores, math.floor(limit)), 1)
+
+
 def _memory_bytes() -> int:
+    """The machine's memory, or what this process's container has of it; 0 where nothing says."""
     try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError):
-        return 0
+        memory = 0
+    limit = cgroup.memory_limit()
+    return memory if limit is None else min(memory or limit, limit)
