@@ -248,9 +248,25 @@ def test_what_torch_keeps_and_nothing_holds_counts_as_free(monkeypatch: pytest.M
         "memory_reserved": 120 * GIB,
         "memory_allocated": 2 * GIB,
     }.items():
-        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     machine = read_machine("cuda")
     assert (machine.arch, machine.gpu_memory_bytes, machine.gpu_free_bytes) == ("sm90", 141 * GIB, 128 * GIB)
+
+
+def test_a_gpu_is_read_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer's model may be on another GPU than the current one, and of another kind."""
+    for name, values in {
+        "is_available": {None: True},
+        "get_device_capability": {None: (9, 0), 1: (8, 0)},
+        "get_device_name": {None: "H200", 1: "A100"},
+        "mem_get_info": {None: (10, 141), 1: (20, 80)},
+        "memory_reserved": {None: 5, 1: 7},
+        "memory_allocated": {None: 4, 1: 4},
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, lambda index=None, values=values: values[index])
+    for device, expected in (("cuda", ("sm90", "H200", 11)), ("cuda:1", ("sm80", "A100", 23))):
+        machine = read_machine(device)
+        assert (machine.device, machine.arch, machine.name, machine.gpu_free_bytes) == ("cuda", *expected)
 
 
 def test_closing_gives_the_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:

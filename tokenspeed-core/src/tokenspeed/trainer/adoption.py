@@ -144,7 +144,7 @@ def _plan_twin(model: Any, dtype: torch.dtype | None, plugins: tuple[str, ...] |
         raise StartRefused([*problems, Problem("adoption", str(error))]) from error
     wanted = [operation for operation in ctx.operations if operation.need.operator != "embedding.lookup"]
     selection = select(
-        dict.fromkeys(operation.need for operation in wanted), registry, read_machine(device.type), Pins(pins)
+        dict.fromkeys(operation.need for operation in wanted), registry, read_machine(str(device)), Pins(pins)
     )
     if problems := [*problems, *selection.problems]:
         raise StartRefused(problems)

@@ -45,7 +45,7 @@ def logprobs(
     _check_shapes(logits, ids)
     divisor = _divisor(temperature, logits, ids)
     plugins, pins = kernels.read_options(plugins, kernel)
-    numerics, name = _choose(trainer, logits.dtype, logits.device.type, plugins, tuple(sorted(pins.items())))
+    numerics, name = _choose(trainer, logits.dtype, str(logits.device), plugins, tuple(sorted(pins.items())))
     vocab = logits.shape[-1]
     out: torch.Tensor = operators.logprobs(
         logits.reshape(-1, vocab),
