@@ -56,7 +56,26 @@ def test_a_cache_without_a_page_is_refused() -> None:
     assert problem(kv_cache_memory=1000) == ("the KV cache has no page: one page of 16 tokens takes 1048576 bytes")
 
 
-@pytest.mark.parametrize(("budget", "seats"), [(8, 8), (4096, 256)])
-def test_the_token_budget_bounds_the_running_requests(budget: int, seats: int) -> None:
-    found = sizes(max_num_batched_tokens=budget)
+@pytest.mark.parametrize(
+    ("given", "seats", "budget"),
+    [
+        ({}, 256, 2048),
+        ({"max_num_batched_tokens": 8}, 8, 8),
+        ({"max_num_batched_tokens": 4096}, 256, 4096),
+        ({"max_num_seqs": 4000}, 4000, 4000),
+        ({"max_num_seqs": 8}, 8, 2048),
+        ({"max_num_seqs": 8, "max_num_batched_tokens": 8}, 8, 8),
+    ],
+)
+def test_a_default_gives_way_to_what_was_given(given: dict[str, object], seats: int, budget: int) -> None:
+    found = sizes(**given)
     assert (found.max_num_seqs, found.max_num_batched_tokens) == (seats, budget)
+
+
+def test_more_requests_than_tokens_are_refused() -> None:
+    """Even with the default's value, when that was given."""
+    for seats, budget in ((9, 8), (256, 255)):
+        assert problem(max_num_seqs=seats, max_num_batched_tokens=budget) == (
+            f"--max-num-seqs {seats} and --max-num-batched-tokens {budget} were given, and each request that runs "
+            "takes a token of every step"
+        )

@@ -91,8 +91,12 @@ class EngineConfig:
         True, "boolean", MACHINE, "Record decode steps as CUDA graphs, which changes no bit. GPU only."
     )
 
-    max_num_seqs: int = _option(256, "integer", SCHEDULING, "Most requests that run at once.", minimum=1)
-    max_num_batched_tokens: int = _option(2048, "integer", SCHEDULING, "Most tokens in one step.", minimum=1)
+    max_num_seqs: int = _option(
+        256, "integer", SCHEDULING, "Most requests that run at once; no more than tokens in a step.", minimum=1
+    )
+    max_num_batched_tokens: int = _option(
+        2048, "integer", SCHEDULING, "Most tokens in one step; at least --max-num-seqs if not given.", minimum=1
+    )
     kv_cache_memory: int | None = _option(
         None, "size", SCHEDULING, "Memory for the KV cache, as in 4GiB; sized by the machine if not given.", minimum=1
     )

@@ -67,6 +67,19 @@ class Sizes:
     num_pages: int
 
 
+def seats_and_budget(config: EngineConfig) -> tuple[int, int]:
+    """Most requests that run at once, and most tokens of a step. A default gives way to what was given.
+
+    Every request that decodes takes one token of each step, so the budget must reach the number of seats.
+    """
+    seats, budget = config.max_num_seqs, config.max_num_batched_tokens
+    if "max_num_batched_tokens" not in config.given:
+        budget = max(budget, seats)
+    elif "max_num_seqs" not in config.given:
+        seats = min(seats, budget)
+    return seats, budget
+
+
 def choose_sizes(
     config: EngineConfig,
     machine: Machine,
@@ -92,12 +105,20 @@ def choose_sizes(
             )
         )
         wanted = max_positions
-    # A given token budget bounds how many requests can decode in one step.
-    max_num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
+    max_num_seqs, budget = seats_and_budget(config)
+    if max_num_seqs > budget:
+        problems.append(
+            Problem(
+                "size",
+                f"--max-num-seqs {max_num_seqs} and --max-num-batched-tokens {budget} were given, "
+                "and each request that runs takes a token of every step",
+                remedy="give no more requests than tokens, or only one of the two",
+            )
+        )
     enough = max_num_seqs * -(-wanted // PAGE_SIZE)
     num_pages = _num_pages(config, machine, bytes_per_page, footprint, enough=enough)
     if machine.gpu_free_bytes and (fault := _gpu_fault(machine, footprint, num_pages, bytes_per_page)):
-        return Sizes(wanted, max_num_seqs, config.max_num_batched_tokens, num_pages), (*problems, fault)
+        return Sizes(wanted, max_num_seqs, budget, num_pages), (*problems, fault)
     room = num_pages * PAGE_SIZE
     if room < wanted and config.max_model_len is not None:
         needed = -(-wanted // PAGE_SIZE) * bytes_per_page
@@ -117,7 +138,7 @@ def choose_sizes(
                 remedy="give a larger --kv-cache-memory",
             )
         )
-    return Sizes(min(wanted, room), max_num_seqs, config.max_num_batched_tokens, num_pages), tuple(problems)
+    return Sizes(min(wanted, room), max_num_seqs, budget, num_pages), tuple(problems)
 
 
 def _num_pages(

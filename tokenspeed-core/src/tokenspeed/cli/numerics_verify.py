@@ -140,7 +140,7 @@ def load_lab(config: EngineConfig, *, rehash: bool = False) -> Lab:
         return Lab(config, progress, rehash=rehash)
 
 
-SERVER_SIZES = {"num_kv_pages": 4096, "max_num_seqs": 64}
+SERVER_SIZES = {"num_kv_pages": 4096, "max_num_seqs": 64, "max_num_batched_tokens": 2048}
 
 
 def run_against(

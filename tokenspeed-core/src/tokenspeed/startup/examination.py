@@ -22,7 +22,7 @@ from tokenspeed.numerics.plan import Plan, make_plan
 from tokenspeed.numerics.resolve import ResolvedNumerics, resolve
 from tokenspeed.numerics.settings import GpuSettings, gpu_settings
 from tokenspeed.plugins import PluginHost, load_plugins
-from tokenspeed.sizing import Footprint, Sizes, choose_sizes
+from tokenspeed.sizing import Footprint, Sizes, choose_sizes, seats_and_budget
 from tokenspeed.startup.meta_model import Built, build_on_meta, store_as_kernels_read, weight_format
 
 if TYPE_CHECKING:
@@ -215,11 +215,12 @@ def _pins(config: EngineConfig, numerics: ResolvedNumerics) -> Pins:
 def _choose_sizes(config: EngineConfig, machine: Machine, built: Built, problems: list[Problem]) -> Sizes:
     from tokenspeed.engine.kv_cache import bytes_per_page
 
+    rows, tokens = seats_and_budget(config)
     footprint = Footprint.of(
         sum(weight.numel() * weight.element_size() for weight in built.model.parameters()),
         built.context.needs(),
-        tokens=config.max_num_batched_tokens,
-        rows=config.max_num_seqs,
+        tokens=tokens,
+        rows=rows,
         vocabulary=built.model.vocab_size,
     )
     sizes, found = choose_sizes(
