@@ -6,15 +6,17 @@ same.
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import torch
 from safetensors.torch import save_file
 
@@ -39,7 +41,7 @@ class Engine:
             with log.open("wb") as out:
                 self._process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
             url = self._wait(log)
-        self._http = httpx.Client(base_url=url, timeout=600)
+        self._url = url
 
     def sample(
         self, prompts: Sequence[list[int]], *, samples: int, max_tokens: int, seeds: Sequence[int]
@@ -69,16 +71,18 @@ class Engine:
 
     def close(self) -> None:
         """End the server, if it was started here."""
-        self._http.close()
         if self._process is not None:
             self._process.terminate()
             self._process.wait(30)
 
     def _post(self, path: str, body: dict[str, Any]) -> Any:
-        reply = self._http.post(path, json=body)
-        if reply.is_error:
-            raise RuntimeError(f"{path} answered {reply.status_code}: {reply.text}")
-        return reply.json()
+        content, headers = json.dumps(body).encode(), {"content-type": "application/json"}
+        request = urllib.request.Request(self._url + path, data=content, headers=headers)
+        try:
+            with urllib.request.urlopen(request, timeout=600) as reply:
+                return json.load(reply)
+        except urllib.error.HTTPError as error:
+            raise RuntimeError(f"{path} answered {error.code}: {error.read().decode(errors='replace')}") from None
 
     def _wait(self, log: Path) -> str:
         assert self._process is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import csv
 import os
 import subprocess
@@ -11,6 +12,20 @@ from pathlib import Path
 import pytest
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "grpo"
+
+
+INSTALLED = {"torch", "transformers", "safetensors", "numpy", "tokenspeed", "tokenspeed_models", "matplotlib"}
+"""What the command in the guide installs and the scripts may therefore import."""
+
+
+def test_it_imports_what_the_guide_installs() -> None:
+    own = {path.stem for path in EXAMPLE.glob("*.py")}
+    for path in EXAMPLE.glob("*.py"):
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+        names |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
+        foreign = {name.partition(".")[0] for name in names} - sys.stdlib_module_names - own - INSTALLED
+        assert foreign == ({"trl", "datasets"} if path.stem == "trl_grpo" else set()), path.name
 
 
 def train(out: Path, *options: str) -> tuple[list[dict[str, str]], str]:
