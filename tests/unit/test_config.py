@@ -100,6 +100,7 @@ def test_values_are_read(option: str, text: object, value: object) -> None:
         ("port", "http", "--port: expected an integer, got 'http'"),
         ("port", "70000", "--port: '70000' is out of range; the least is 0 and the most is 65535"),
         ("max_num_seqs", 0, "--max-num-seqs: 0 is out of range; the least is 1"),
+        ("threads", 100_000, "--threads: 100000 is out of range; the least is 1 and the most is 1024"),
         ("dtype", "int8", "--dtype: 'int8' is not one of auto, bfloat16, float16, float32"),
         ("numerics", "bitwise", "--numerics: 'bitwise' is not one of auto, rl-bitwise"),
         ("collectives", "quick", "--collectives: 'quick' is not one of fast, ordered"),

@@ -87,7 +87,7 @@ def test_a_gpu_that_is_too_small_is_refused_in_numbers() -> None:
         "    a step of the largest size, estimated: 2.00 GiB\n"
         "    KV cache of 1 pages: 0.00 GiB\n"
         "    kept empty: 11.28 GiB\n"
-        "    -> free memory on the GPU, or give a smaller --kv-cache-memory, --max-num-batched-tokens or --max-num-seqs"
+        "    -> free memory, or give a smaller --kv-cache-memory, --max-num-batched-tokens or --max-num-seqs"
     ]
     assert "KV cache of 153600 pages: 150.00 GiB" in sizes(H200, Footprint(), kv_cache_memory=150 * GIB)[1][0]
     # The place of a second set of weights may be given away.
@@ -205,6 +205,27 @@ def test_a_full_gpu_refuses_the_start_and_keeps_nothing(monkeypatch: pytest.Monk
     ]
     assert refused.value.__context__ is None
     assert allocated[0]() is None
+
+
+@pytest.mark.parametrize("kind", [MemoryError, RuntimeError])
+def test_a_full_host_refuses_the_start(monkeypatch: pytest.MonkeyPatch, kind: type[Exception]) -> None:
+    def full(*_: object) -> None:
+        raise kind("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 24 bytes")
+
+    prepared = startup.prepare(config(), named_machine("cpu-avx2"))
+    monkeypatch.setattr(launching, "_import_kernels", full)
+    with pytest.raises(StartRefused, match="can't allocate memory: you tried to allocate 24 bytes"):
+        startup.launch(prepared)
+
+
+def test_another_error_of_a_start_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("something else")
+
+    prepared = startup.prepare(config(), named_machine("cpu-avx2"))
+    monkeypatch.setattr(launching, "_import_kernels", broken)
+    with pytest.raises(RuntimeError, match="something else"):
+        startup.launch(prepared)
 
 
 def test_a_start_asks_the_kernels_for_the_sizes_to_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:

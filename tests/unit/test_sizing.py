@@ -56,6 +56,13 @@ def test_a_cache_without_a_page_is_refused() -> None:
     assert problem(kv_cache_memory=1000) == ("the KV cache has no page: one page of 16 tokens takes 1048576 bytes")
 
 
+def test_a_cache_larger_than_the_machine_is_refused() -> None:
+    config = load_config({"num_kv_pages": 70_000}, environ={})
+    (found,) = choose_sizes(config, MACHINE, max_positions=4096, bytes_per_page=PAGE)[1]
+    assert found.kind == "memory"
+    assert found.summary == ("a KV cache of 70000 pages takes 68.36 GiB, and this machine has 64.00 GiB of memory")
+
+
 @pytest.mark.parametrize(
     ("given", "seats", "budget"),
     [

@@ -81,7 +81,12 @@ class EngineConfig:
         "auto", "choice", MACHINE, "Where to run; auto takes a GPU if there is one.", choices=("auto", "cpu", "cuda")
     )
     threads: int | None = _option(
-        None, "integer", MACHINE, "CPU threads for kernels; all that this process may use if not given.", minimum=1
+        None,
+        "integer",
+        MACHINE,
+        "CPU threads for kernels; all that this process may use if not given.",
+        minimum=1,
+        maximum=1024,
     )
 
     tensor_parallel_size: int = _option(

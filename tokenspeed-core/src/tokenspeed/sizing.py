@@ -27,8 +27,8 @@ _MEMORY_SHARE = 4
 _GPU_RESERVE = 0.08
 """Share of a GPU's memory that nothing plans with: context, compiled kernels, recorded graphs, fragmentation."""
 
-SMALLER = "free memory on the GPU, or give a smaller --kv-cache-memory, --max-num-batched-tokens or --max-num-seqs"
-"""What to do about a GPU that is full."""
+SMALLER = "free memory, or give a smaller --kv-cache-memory, --max-num-batched-tokens or --max-num-seqs"
+"""What to do about memory that is full."""
 
 _ATTENTION_WORKSPACE = 64 << 20
 """Most that attention kernels of ours keep for partial results."""
@@ -119,6 +119,15 @@ def choose_sizes(
     num_pages = _num_pages(config, machine, bytes_per_page, footprint, enough=enough)
     if machine.gpu_free_bytes and (fault := _gpu_fault(machine, footprint, num_pages, bytes_per_page)):
         return Sizes(wanted, max_num_seqs, budget, num_pages), (*problems, fault)
+    if not machine.gpu_free_bytes and 0 < machine.memory_bytes < num_pages * bytes_per_page:
+        problems.append(
+            Problem(
+                "memory",
+                f"a KV cache of {num_pages} pages takes {_gib(num_pages * bytes_per_page)}, and this machine has "
+                f"{_gib(machine.memory_bytes)} of memory",
+                remedy="give a smaller --kv-cache-memory or --num-kv-pages",
+            )
+        )
     room = num_pages * PAGE_SIZE
     if room < wanted and config.max_model_len is not None:
         needed = -(-wanted // PAGE_SIZE) * bytes_per_page
@@ -139,6 +148,10 @@ def choose_sizes(
             )
         )
     return Sizes(min(wanted, room), max_num_seqs, budget, num_pages), tuple(problems)
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.2f} GiB"
 
 
 def _num_pages(
@@ -168,18 +181,15 @@ def _gpu_fault(machine: Machine, footprint: Footprint, num_pages: int, bytes_per
     if footprint.weights + footprint.step + cache <= _plannable(machine):
         return None
 
-    def gib(size: float) -> str:
-        return f"{size / 2**30:.2f} GiB"
-
     reserve = machine.gpu_memory_bytes * _GPU_RESERVE
     return Problem(
         "memory",
-        f"the GPU has {gib(machine.gpu_free_bytes)} free of {gib(machine.gpu_memory_bytes)}, which is too little",
+        f"the GPU has {_gib(machine.gpu_free_bytes)} free of {_gib(machine.gpu_memory_bytes)}, which is too little",
         (
-            f"weights {gib(footprint.weights)}",
-            f"a step of the largest size, estimated: {gib(footprint.step)}",
-            f"KV cache of {max(num_pages, 1)} pages: {gib(cache)}",
-            f"kept empty: {gib(reserve)}",
+            f"weights {_gib(footprint.weights)}",
+            f"a step of the largest size, estimated: {_gib(footprint.step)}",
+            f"KV cache of {max(num_pages, 1)} pages: {_gib(cache)}",
+            f"kept empty: {_gib(reserve)}",
         ),
         SMALLER,
     )

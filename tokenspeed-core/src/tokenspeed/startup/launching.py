@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from tokenspeed.numerics.weights import WeightsDigest
 
 
+_NO_HOST_MEMORY = "can't allocate memory"
+"""In the error of torch's allocator for CPUs, which has no class of its own."""
+
 Progress = Callable[[str, int, int], None]
 """Called with (what is being done, done, in all); `in all` is 0 when it is not known."""
 
@@ -47,14 +50,18 @@ def launch(prepared: Prepared, progress: Progress | None = None) -> Engine:
     """Import the chosen kernels, try what they promise, load the weights and build the engine.
 
     Raises StartRefused when a chosen kernel cannot be imported or breaks a promise that the envelope rests on, and when
-    a GPU is full: with the plan's numbers, and what is free.
+    there is too little memory: with the plan's numbers, and what is free.
     """
     import torch
 
     try:
         return _launch(prepared, progress or (lambda _stage, _done, _total: None))
-    except torch.OutOfMemoryError as error:
+    except (torch.OutOfMemoryError, MemoryError) as error:
         summary, *details = str(error).split(". ")
+    except RuntimeError as error:
+        if _NO_HOST_MEMORY not in str(error):
+            raise
+        summary, details = f"{_NO_HOST_MEMORY}{str(error).partition(_NO_HOST_MEMORY)[2]}", []
     # Behind the handler, so that no traceback in the refusal's context keeps what was allocated.
     pages = f"{prepared.sizes.num_pages} pages of KV cache were planned"
     raise StartRefused([Problem("memory", summary, (*details, pages), SMALLER)])
