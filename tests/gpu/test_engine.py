@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import triton
 
 from tokenspeed import LLM, SamplingParams
 from tokenspeed.config_sources import load_config
@@ -53,6 +54,24 @@ def test_recorded_steps_and_steps_ahead_have_the_bits_of_eager_ones(llm: LLM) ->
         assert eager.engine.replays == 0
     alone = [bits(llm.generate([prompt], [params]))[0] for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
     assert alone == recorded
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_nothing_is_compiled_while_requests_are_served(recorded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts of every size up to the largest step, alone and together, and everything that a request may ask for."""
+    compiled: list[str] = []
+    asking = [
+        SamplingParams(max_tokens=3, seed=1, top_p=0.9, repetition_penalty=1.1, logprobs=5, ignore_eos=True),
+        SamplingParams(max_tokens=3, temperature=0.0, prompt_logprobs=3, logit_bias={7: 1.0}, ignore_eos=True),
+        SamplingParams(max_tokens=3, seed=2, logprobs=15, min_p=0.1, ignore_eos=True),
+    ]
+    with LLM(numerics="rl-bitwise", device=DEVICE, max_num_seqs=32, decode_graphs=recorded) as llm:
+        hook = triton.knobs.runtime
+        monkeypatch.setattr(hook, "jit_cache_hook", lambda repr, **_: compiled.append(repr))
+        for length in (1, 2, 15, 16, 17, 63, 64, 65, 130, 700, 1030, 1500):
+            llm.generate([[9] * length], [asking[length % 3]])
+        llm.generate([[9] * (1 + 40 * i) for i in range(40)], [asking[i % 3] for i in range(40)])
+    assert compiled == []
 
 
 def test_few_rows_in_a_bucket_after_many(llm: LLM) -> None:
