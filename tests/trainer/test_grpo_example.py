@@ -14,7 +14,10 @@ import pytest
 EXAMPLE = Path(__file__).parents[2] / "examples" / "grpo"
 
 
-INSTALLED = {"torch", "transformers", "safetensors", "numpy", "tokenspeed", "tokenspeed_models", "matplotlib"}
+INSTALLED = {"matplotlib", "numpy", "safetensors", "tokenizers", "torch", "transformers"} | {
+    "tokenspeed",
+    "tokenspeed_models",
+}
 """What the command in the guide installs and the scripts may therefore import."""
 
 
