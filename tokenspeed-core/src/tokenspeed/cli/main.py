@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import os
+
 import click
 
 from tokenspeed import __version__
 from tokenspeed.cli.commands import COMMANDS
 from tokenspeed.cli.lazy import PluginGroup
 from tokenspeed.errors import ConfigError, StartRefused, TokenspeedError
+
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
 
 class _Root(PluginGroup):
@@ -27,6 +32,14 @@ class _Root(PluginGroup):
             ctx.exit(2)
         except TokenspeedError as error:
             click.echo(f"tokenspeed: {error}", err=True)
+            ctx.exit(1)
+        except OSError as error:
+            if error.errno not in _DISK_ERRORS:
+                raise
+            # What standard output still holds would be written, and fail, once more at the end of the process.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            place = f"{error.filename}: " if error.filename else "the output cannot be written: "
+            click.echo(f"tokenspeed: {place}{error.strerror}", err=True)
             ctx.exit(1)
 
 
