@@ -243,6 +243,22 @@ def test_what_the_user_can_mend_comes_without_a_traceback(tiny_qwen3: Path) -> N
         assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("content", "words"), [(None, "No such file"), ("{% for %}", "broken at line 1"), (b"\xff", "utf-8")]
+)
+def test_a_wrong_chat_template_is_known_before_anything_is_loaded(
+    tmp_path: Path, content: str | bytes | None, words: str
+) -> None:
+    path = tmp_path / "chat.jinja"
+    if content is not None:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    done = _serve("tiny", "--port", "0", "--chat-template", str(path))
+    assert done.returncode == 2
+    assert f"tokenspeed: --chat-template {path}: " in done.stderr
+    assert words in done.stderr
+    assert "engine process" not in done.stdout
+
+
 def test_a_taken_port_is_known_before_anything_is_loaded(model_dir: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         started = time.monotonic()

@@ -189,3 +189,11 @@ def test_a_configuration_is_frozen_and_travels_by_pickle() -> None:
         config.port = 1  # type: ignore[misc]
     with pytest.raises(TypeError):
         config.switches["tf32"] = "on"  # type: ignore[index]
+
+
+def test_a_prefix_of_metrics_must_be_one_that_prometheus_reads() -> None:
+    assert load_config({"metrics_compat": "vllm,sglang_1"}, environ={}).metrics_compat == ("vllm", "sglang_1")
+    for wrong in ("a b", "1a", "a:b", "vllm,a-b"):
+        (fault,) = faults({"metrics_compat": wrong})
+        assert fault.startswith("--metrics-compat: ")
+        assert "does not match" in fault

@@ -142,7 +142,12 @@ class EngineConfig:
     )
     max_body: int = _option(32 << 20, "size", SERVER, "Largest request body.", minimum=1024)
     metrics_compat: tuple[str, ...] = _option(
-        (), "names", SERVER, "Emit the metrics under these prefixes too, as in vllm.", metavar="PREFIX"
+        (),
+        "names",
+        SERVER,
+        "Emit the metrics under these prefixes too, as in vllm.",
+        metavar="PREFIX",
+        pattern="[a-zA-Z_][a-zA-Z0-9_]*",
     )
     drain_timeout_seconds: float = _option(
         30.0, "number", SERVER, "How long running requests may take to finish after SIGTERM.", minimum=0

@@ -21,7 +21,8 @@ class Option:
     """One option of the engine: `--max-model-len`, the YAML key `max_model_len`, `TOKENSPEED_MAX_MODEL_LEN`.
 
     `kind` says how a value is read: `size` is bytes (`4GiB`), `names` a list separated by commas, `pairs` a list of
-    `KEY=VALUE`. `minimum` bounds numbers. A `nullable` option may be `none`. A `secret` is never printed.
+    `KEY=VALUE`. `minimum` bounds numbers. `pattern` is what each of `names` must look like. A `nullable` option may be
+    `none`. A `secret` is never printed.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Option:
     minimum: float = -math.inf
     maximum: float = math.inf
     metavar: str = ""
+    pattern: str = ""
     secret: bool = False
 
     @property
@@ -55,6 +57,8 @@ class Option:
             raise ValueError(f"{self._shown(value)} is not one of {', '.join(self.choices)}")
         if isinstance(result, int | float) and not self.minimum <= result <= self.maximum:
             raise ValueError(f"{value!r} is out of range; {self._range()}")
+        if self.pattern and (wrong := [name for name in result if not re.fullmatch(self.pattern, name)]):
+            raise ValueError(f"{wrong[0]!r} does not match {self.pattern}")
         return result
 
     def _shown(self, value: object) -> str:

@@ -41,10 +41,11 @@ def serve(config: EngineConfig) -> None:
     from tokenspeed.cli.output import console
     from tokenspeed.cli.progress import StartProgress
     from tokenspeed.engine.process import EngineProcess
-    from tokenspeed.server.run import Listener, Server, make_service
+    from tokenspeed.server.run import Listener, Server, given_template, make_service
 
     out = console()
     _log_to_stderr(config.log_level)
+    given_template(config)  # what is wrong with it is known before anything is loaded
     listener = Listener.bind(config.host, config.port)
     with sigterm_interrupts(), StartProgress(out) as progress:
         progress("starting the engine process", 0, 0)

@@ -22,7 +22,7 @@ from tokenspeed.chat import ChatTemplate
 from tokenspeed.config import EngineConfig
 from tokenspeed.engine.process import EngineProcess
 from tokenspeed.engine.wire import EngineInfo
-from tokenspeed.errors import ConfigError
+from tokenspeed.errors import CheckpointError, ConfigError
 from tokenspeed.loading.generation_config import sampling_defaults
 from tokenspeed.server.app import create_app
 from tokenspeed.server.client import EngineClient
@@ -95,9 +95,8 @@ class Listener:
 def make_service(config: EngineConfig, process: EngineProcess, info: EngineInfo, *, is_loopback: bool) -> Service:
     """The service around a started engine; reads the tokenizer and the chat template. Raises CheckpointError."""
     tokenizer = Tokenizer.from_directory(config.tokenizer or info.model_path)
-    source = tokenizer.chat_template
-    if config.chat_template is not None:
-        source = _read_template(config.chat_template)
+    given = given_template(config)
+    source = tokenizer.chat_template if given is None else given
     limits = Limits(
         engine=info.limits,
         logprobs_mode=info.logprobs_mode,
@@ -189,8 +188,13 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
 
-def _read_template(path: str) -> str:
+def given_template(config: EngineConfig) -> str | None:
+    """What the file of `--chat-template` holds. Raises ConfigError when it cannot be read, or is no template."""
+    if config.chat_template is None:
+        return None
     try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--chat-template {path}: {error}") from None
+        source = Path(config.chat_template).read_text(encoding="utf-8")
+        ChatTemplate(source)
+    except (OSError, UnicodeDecodeError, CheckpointError) as error:
+        raise ConfigError(f"--chat-template {config.chat_template}: {error}") from None
+    return source
