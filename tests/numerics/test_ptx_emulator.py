@@ -152,3 +152,10 @@ def test_bf16_is_rounded_as_torch_rounds() -> None:
     assert np.array_equal(ours, torchs)
     tie_that_is_none = np.float64(1 + 2**-8 + 2**-40)  # rounded to binary32 first it would be a tie
     assert arithmetic.to_bf16(np.array([tie_that_is_none])) == 0x3F81
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_a_kernel_whose_barriers_were_cut_out_is_a_fault(arch: str) -> None:
+    x, weight = torch.ones(64, 64, dtype=torch.bfloat16), torch.ones(32, 64, dtype=torch.bfloat16)
+    with emulate(arch, edit=lambda ptx: re.sub(r"bar\.sync\s+0;", "", ptx)), pytest.raises(Fault, match="last barrier"):
+        _product(x, weight)

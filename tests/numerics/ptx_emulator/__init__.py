@@ -12,9 +12,11 @@ pipelining, tensor descriptors and matrix fragments, and every address that a th
     matrix      fragments: ldmatrix, stmatrix, mma.sync, wgmma
     driver      what Triton asks of a device
 
-What it cannot see: ptxas, the hardware's timing (every copy happens where it is issued or awaited), missing barriers,
-and the inside of a matrix instruction, for which one exact sum and one rounding stand in. It refuses an instruction
-that it does not know, an address outside every tensor, a misaligned one, and a barrier that not all threads reach.
+It refuses an instruction that it does not know, an address outside every tensor, a misaligned one, a barrier that not
+all threads reach, and shared memory that two warps use between the same barriers unless both only read.
+
+What it cannot see: ptxas, the hardware's timing (every copy happens where it is issued or awaited), orders of memory
+that only a fence keeps, and the inside of a matrix instruction, for which one exact sum and one rounding stand in.
 
 Sources: PTX ISA 9.x (instructions, fragment layouts, matrix descriptors), CUDA driver API (tensor maps).
 """

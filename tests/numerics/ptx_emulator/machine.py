@@ -64,7 +64,8 @@ class Machine:
     """The threads of the blocks `numbers` (flat, into the grid) of one launch.
 
     `active` is the mask of the threads that execute the present instruction, or None for all of them. `shared` has a
-    row for each block. `asynchronous` is what `memory` keeps of copies and barriers on their way.
+    row for each block, and `phase` counts its barriers. `asynchronous` is what `memory` keeps of copies and barriers
+    on their way.
     """
 
     def __init__(self, launch: Launch, numbers: Sequence[int]) -> None:
@@ -76,6 +77,7 @@ class Machine:
         self.lane = thread % WARP
         self.active: Array | None = None
         self.shared = np.full((len(numbers), launch.shared_bytes), 0xFF, np.uint8)  # NaN, as anything may be left there
+        self.phase = np.zeros(len(numbers), np.int64)
         self.asynchronous: dict[Any, Any] = {}
         self._registers: dict[str, Array] = {}
         flat = np.asarray(numbers)[self.block]
@@ -137,5 +139,6 @@ def run(blocks: Sequence[Block], machine: Machine) -> None:
             resume[here], going = going, _WAITING
         at = np.where(here, going, at)
         if block.is_barrier:
-            arrived = (at.reshape(len(machine.shared), -1) >= _WAITING).all(axis=1)[machine.block]
-            at = np.where(arrived & (at == _WAITING), resume, at)
+            arrived = (at.reshape(len(machine.shared), -1) >= _WAITING).all(axis=1)
+            machine.phase += arrived
+            at = np.where(arrived[machine.block] & (at == _WAITING), resume, at)

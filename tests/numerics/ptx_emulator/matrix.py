@@ -16,7 +16,7 @@ import numpy as np
 
 from ptx_emulator.arithmetic import from_bf16, whole_warps
 from ptx_emulator.machine import WARP, Array, Fault, Machine, Step
-from ptx_emulator.memory import shared_view, swizzled
+from ptx_emulator.memory import SharedMemory, races, swizzled
 from ptx_emulator.operands import Operands, lanes, vector
 from ptx_emulator.program import Instruction
 
@@ -70,13 +70,13 @@ def _fragments(
                 row, column = (rows + half, columns) if transposed else (rows, columns + half)
                 giver = m.warp * WARP + 8 * i + np.tile(row, m.count // WARP)
                 where = at[giver] + (2 * np.tile(column, m.count // WARP)).astype(np.uint64)
-                memory, index = shared_view(m, where, 2)
+                cells = SharedMemory(m, where, 2, mask)
                 if is_load:
                     value = np.zeros(m.count, np.uint32)
-                    value[mask] = memory[index[mask]]
+                    value[mask] = cells.read()
                     whole = value if half == 0 else whole | value << np.uint32(16)  # noqa: F821 (the first half's)
                 else:
-                    memory[index[mask]] = (lanes(m, sources[i](m), "u32")[mask] >> np.uint32(16 * half)).astype("u2")
+                    cells.write((lanes(m, sources[i](m), "u32")[mask] >> np.uint32(16 * half)).astype("u2"))
             if is_load:
                 writers[i](m, whole)
 
@@ -211,8 +211,10 @@ def _described(m: Machine, source: Any, extent: int, transposed: bool, kind: str
             byte = 2 * i
             offset = byte // width * leading + k // 8 * stride + k % 8 * width + byte % width
         address = swizzled(start + offset, swizzle)
-        shared = m.shared[team * WARP_GROUP // m.launch.threads]
+        block = team * WARP_GROUP // m.launch.threads
+        shared = m.shared[block]
         if int(address.max()) + 2 > len(shared):
             raise Fault("a matrix descriptor outside of shared memory")
+        races(m).read(block * len(shared) // 2 + address // 2, m.phase[block], -1)
         out[team] = _widen(np.ascontiguousarray(shared.view(np.uint16)[address // 2]), kind)
     return out

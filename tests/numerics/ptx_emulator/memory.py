@@ -79,14 +79,67 @@ class GlobalMemory:
                 raise Fault("threads write different values to one address at the same time")
 
 
-def shared_view(m: Machine, addresses: Array, size: int) -> tuple[Array, Array]:
-    """Shared memory as one array in units of `size` bytes, and where the threads' `addresses` lie in it."""
-    limit = m.launch.shared_bytes
-    used = addresses[m.mask()]
-    if (used + np.uint64(size) > np.uint64(limit)).any() or (used % np.uint64(size)).any():
-        raise Fault(f"an access of {size} bytes outside the {limit} bytes of shared memory, or misaligned")
-    flat = m.shared.reshape(-1)
-    return flat.view(f"u{size}"), (m.block * limit + addresses.astype(np.int64)) // size
+_SEVERAL = -2
+
+
+class Races:
+    """Who touched each 16 bits of shared memory since the last barrier of its block: two warps may only both read."""
+
+    def __init__(self, cells: int) -> None:
+        self._written_in, self._read_in = np.full(cells, -1, np.int64), np.full(cells, -1, np.int64)
+        self._writer, self._reader = np.full(cells, -1, np.int64), np.full(cells, -1, np.int64)
+
+    def read(self, cells: Array, phase: Array, warp: Array | int) -> None:
+        """`warp` -1 stands for a group of warps, each of which reads everything."""
+        if ((self._written_in[cells] == phase) & (self._writer[cells] != warp)).any():
+            raise Fault("a warp reads shared memory that another one wrote since the last barrier")
+        again = (self._read_in[cells] == phase) & (self._reader[cells] != warp)
+        self._read_in[cells] = phase
+        self._reader[cells] = warp
+        several = again | (self._reader[cells] != warp)
+        self._reader[cells[several]] = _SEVERAL
+
+    def write(self, cells: Array, phase: Array, warp: Array) -> None:
+        """Several warps may write the same: whether it is the same is the caller's to see."""
+        if ((self._read_in[cells] == phase) & (self._reader[cells] != warp)).any():
+            raise Fault("a warp writes shared memory that another one read since the last barrier")
+        self._written_in[cells], self._writer[cells] = phase, warp
+
+
+def races(m: Machine) -> Races:
+    """The machine's records of shared memory."""
+    found = m.asynchronous.get("races")
+    if found is None:
+        found = m.asynchronous["races"] = Races(m.shared.size // 2)
+    return found
+
+
+class SharedMemory:
+    """Units of `size` bytes of shared memory, at the `addresses` of the threads in `mask`."""
+
+    def __init__(self, m: Machine, addresses: Array, size: int, mask: Array) -> None:
+        limit = m.launch.shared_bytes
+        used = addresses[mask]
+        if (used + np.uint64(size) > np.uint64(limit)).any() or (used % np.uint64(size)).any():
+            raise Fault(f"an access of {size} bytes outside the {limit} bytes of shared memory, or misaligned")
+        self._memory = m.shared.reshape(-1).view(f"u{size}")
+        self._index = (m.block[mask] * limit + used.astype(np.int64)) // size
+        cells = max(size // 2, 1)
+        self._cells = (self._index * size // 2)[:, None] + np.arange(cells)
+        self._who = m.phase[m.block[mask]][:, None], m.warp[mask][:, None]
+        self._races = races(m)
+
+    def read(self) -> Array:
+        """What the threads find."""
+        self._races.read(self._cells, *self._who)
+        return self._memory[self._index]
+
+    def write(self, values: Array) -> None:
+        """Raises Fault when threads write different values to one address."""
+        self._races.write(self._cells, *self._who)
+        self._memory[self._index] = values
+        if (self._memory[self._index] != values).any():
+            raise Fault("threads write different values to one address of shared memory at the same time")
 
 
 def build(instruction: Instruction, operands: Operands) -> Step | None:
@@ -99,7 +152,7 @@ def build(instruction: Instruction, operands: Operands) -> Step | None:
         if name == "ld":
             return _load(space, vector(texts[0]), kind, texts[1], operands)
         return _store(space, vector(texts[1]), kind, texts[0], operands)
-    if opcode.startswith("cp.async.bulk.tensor.2d.shared::cta.global.mbarrier"):
+    if re.match(r"cp\.async\.bulk\.tensor\.2d\.shared::(cta|cluster)\.global\.mbarrier", opcode):
         return _tensor_copy(texts, operands)
     if opcode.startswith("cp.async"):
         return _asynchronous_copy(opcode, texts, operands)
@@ -139,8 +192,7 @@ def _load(space: str, names: list[str], kind: str, address_text: str, operands: 
             if space == "global":
                 value[mask] = m.launch.memory.read(where[mask], size)
             else:
-                memory, index = shared_view(m, where, size)
-                value[mask] = memory[index[mask]]
+                value[mask] = SharedMemory(m, where, size, mask).read()
             write(m, value.view(DTYPES[kind]))
 
     return load
@@ -161,10 +213,7 @@ def _store(space: str, names: list[str], kind: str, address_text: str, operands:
             if space == "global":
                 m.launch.memory.write(where[mask], value)
             else:
-                memory, index = shared_view(m, where, size)
-                memory[index[mask]] = value
-                if (memory[index[mask]] != value).any():
-                    raise Fault("threads write different values to one address of shared memory at the same time")
+                SharedMemory(m, where, size, mask).write(value)
 
     return store
 
@@ -193,15 +242,13 @@ def _asynchronous_copy(opcode: str, texts: tuple[str, ...], operands: Operands) 
     def issue(m: Machine) -> None:
         mask = m.mask()
         target, source, count = (lanes(m, f(m), k) for f, k in ((to, "u64"), (of, "u64"), (given, "u32")))
-        memory, index = shared_view(m, target, 4)
-        index = index[mask]
 
         def copy() -> None:
             for word in range(size // 4):
                 wanted = mask & (count > 4 * word)
                 value = np.zeros(m.count, np.uint32)
                 value[wanted] = m.launch.memory.read(source[wanted] + np.uint64(4 * word), 4)
-                memory[index + word] = value[mask]
+                SharedMemory(m, target + np.uint64(4 * word), 4, mask).write(value[mask])
 
         if set(np.unique(count[mask])) - {0, size}:
             raise Fault("cp.async of a part")
