@@ -151,7 +151,9 @@ def test_check_another_model(certificate: Path, tiny_llama: Path) -> None:
 
 
 def test_check_a_server(certificate: Path, bitwise: Any) -> None:
-    assert run("check", certificate, "--url", bitwise.url).exit_code == 0
+    found = run("check", certificate, "--url", bitwise.url)
+    assert found.exit_code == 0
+    assert "kit" not in found.output, "only a server keeps what the kit found at start"
 
 
 def test_check_an_altered_certificate(certificate: Path, tmp_path: Path) -> None:
@@ -250,3 +252,9 @@ def test_metrics_carry_the_fingerprint(bitwise: Any) -> None:
         text = http.get("/metrics").text
     assert f'system_fingerprint="{fingerprint}"' in text
     assert 'envelope="rl-bitwise"' in text
+
+
+@pytest.mark.parametrize("command", ["verify", "certify", "check", "replay", "align"])
+def test_help_says_under_which_envelope_it_runs(command: str) -> None:
+    section = run(command, "--help").output.partition("--numerics ")[2].partition("--trainer")[0]
+    assert "[default: rl-bitwise]" in " ".join(section.split())

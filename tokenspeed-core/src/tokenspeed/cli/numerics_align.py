@@ -14,7 +14,7 @@ from tokenspeed.config import MACHINE, MODEL, NUMERICS, SCHEDULING, EngineConfig
 
 
 @click.command(cls=EngineCommand)
-@engine_options(MODEL, NUMERICS, MACHINE, SCHEDULING)
+@engine_options(MODEL, NUMERICS, MACHINE, SCHEDULING, numerics="rl-bitwise")
 @click.option(
     "--dump",
     "file",
@@ -40,7 +40,7 @@ def align(config: EngineConfig, file: Path, as_json: bool) -> None:
     found = read_dump(file)
     given = config.given
     if "numerics" not in given and "trainer" not in given:
-        config = replace(config, numerics="rl-bitwise", trainer=found.trainer)
+        config = replace(config, trainer=found.trainer)
     with ExitStack() as stack:
         with Waiting("loading the model"):
             llm = stack.enter_context(LLM.from_config(config))

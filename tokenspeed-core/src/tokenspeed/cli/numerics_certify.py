@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import click
 
-from tokenspeed.cli.numerics_verify import load_lab, run_in_process, under_rl_bitwise
+from tokenspeed.cli.numerics_verify import load_lab, run_in_process
 from tokenspeed.cli.options import EngineCommand, engine_options
 from tokenspeed.cli.output import check_writable, console, json_option, print_json
 from tokenspeed.config import MACHINE, MODEL, NUMERICS, REPLIES, EngineConfig
@@ -25,7 +25,7 @@ REPLAY_TOGETHER = 32
 
 
 @click.command(cls=EngineCommand)
-@engine_options(MODEL, NUMERICS, MACHINE, REPLIES)
+@engine_options(MODEL, NUMERICS, MACHINE, REPLIES, numerics="rl-bitwise")
 @click.option("--quick/--full", default=True, help="How much `verify` does first.")
 @click.option(
     "--output",
@@ -56,7 +56,7 @@ def certify(config: EngineConfig, quick: bool, output: Path | None) -> None:
 
 @click.command(cls=EngineCommand)
 @click.argument("certificate_file", metavar="CERTIFICATE", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@engine_options(MODEL, NUMERICS, MACHINE, REPLIES)
+@engine_options(MODEL, NUMERICS, MACHINE, REPLIES, numerics="rl-bitwise")
 @click.option("--url", help="Check a running server of ours instead of MODEL.")
 @json_option
 def check(certificate_file: Path, config: EngineConfig, url: str | None, as_json: bool) -> None:
@@ -76,7 +76,8 @@ def check(certificate_file: Path, config: EngineConfig, url: str | None, as_json
     changed = [
         line
         for line in differences(old.provenance, new.provenance)
-        if not line.startswith(("harness", "plan", "kernels", "model:"))
+        # The kit is in a certificate of an engine that has started to serve, and in no other.
+        if not line.startswith(("harness", "plan", "kernels", "model:", "kit:"))
     ]
     certified = str(old.provenance.get("harness", {}).get("result_digest", ""))
     if recomputed is not None and certified and recomputed != certified:
@@ -104,7 +105,7 @@ def check(certificate_file: Path, config: EngineConfig, url: str | None, as_json
 
 @click.command(cls=EngineCommand)
 @click.argument("file", type=click.File("rb"))
-@engine_options(MODEL, NUMERICS, MACHINE, REPLIES)
+@engine_options(MODEL, NUMERICS, MACHINE, REPLIES, numerics="rl-bitwise")
 @click.option("--url", help="Ask a running server instead of an engine in this process.")
 @click.option("--url-key", help="API key for --url.")
 @json_option
@@ -125,7 +126,7 @@ def replay(file: BinaryIO, config: EngineConfig, url: str | None, url_key: str |
         endpoint.discover()
         report = compare(saved, endpoint.many_in_turn, fingerprint=endpoint.fingerprint)
     else:
-        lab = load_lab(under_rl_bitwise(config))
+        lab = load_lab(config)
         report = compare(
             saved,
             lambda items: _derive(lab, items),
@@ -163,7 +164,7 @@ def _local_certificate(old: Certificate, config: EngineConfig) -> tuple[Certific
 
     if "model" not in config.given:
         config = replace(config, model=str(old.provenance.get("model", config.model)))
-    lab = load_lab(under_rl_bitwise(config), rehash=True)
+    lab = load_lab(config, rehash=True)
     work = WORKS.get(str(old.provenance.get("harness", {}).get("work", "")))
     if work is None:
         return lab.certificate, None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import click
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @click.command(cls=EngineCommand)
-@engine_options(MODEL, NUMERICS, MACHINE, REPLIES)
+@engine_options(MODEL, NUMERICS, MACHINE, REPLIES, numerics="rl-bitwise")
 @click.option("--quick/--full", default=True, help="Under a minute, or more than 100 prompts of 128 tokens.")
 @click.option("--only", multiple=True, metavar="NAME", help="Run only this scenario. May be repeated.")
 @click.option("--soak", "soak_seconds", type=NumberRange(1), help="Add 64 HTTP clients for so many seconds.")
@@ -91,7 +90,6 @@ def run_in_process(
     from tokenspeed.verify.invariance import HTTP, verify_engine, verify_served
     from tokenspeed.verify.scenario import FULL, QUICK
 
-    config = under_rl_bitwise(config)
     work = QUICK if quick else FULL
     wants_server = not only or any(name.startswith(HTTP) for name in only if name != HTTP + soak.SOAK)
     with ExitStack() as stack:
@@ -173,8 +171,3 @@ def run_against(
 
 SAFE_VOCABULARY = 256
 """Token ids below this exist in every vocabulary."""
-
-
-def under_rl_bitwise(config: EngineConfig) -> EngineConfig:
-    """The configuration under the envelope that promises something, unless the user chose one himself."""
-    return config if "numerics" in config.given else replace(config, numerics="rl-bitwise")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import click
@@ -55,13 +56,15 @@ class EngineCommand(click.Command):
                     formatter.write_dl(records)
 
 
-def engine_options(*groups: str) -> Callable[[Function], Function]:
+def engine_options(*groups: str, numerics: str = "auto") -> Callable[[Function], Function]:
     """Give a command `[MODEL]`, the options of `groups` (all when none is named) and `--config`.
 
     The command receives one keyword argument, `config`, merged from all sources; options that are not in `groups` can
-    still come from a file or the environment. Use with `@click.command(cls=EngineCommand)`.
+    still come from a file or the environment. `numerics` is the envelope where the user gives none. Use with
+    `@click.command(cls=EngineCommand)`.
     """
-    chosen = [option for option in _table() if option.group in (groups or GROUPS)]
+    table = [replace(option, default=numerics) if option.name == "numerics" else option for option in _table()]
+    chosen = [option for option in table if option.group in (groups or GROUPS)]
 
     def decorate(function: Function) -> Function:
         @functools.wraps(function)
@@ -72,7 +75,10 @@ def engine_options(*groups: str) -> Callable[[Function], Function]:
                 value = values.pop(option.name)
                 if context.get_parameter_source(option.name) is ParameterSource.COMMANDLINE:
                     given[option.name] = value
-            return function(*args, config=load_config(given, config_file=config_file), **values)
+            config = load_config(given, config_file=config_file)
+            if "numerics" not in config.given:
+                config = replace(config, numerics=numerics)
+            return function(*args, config=config, **values)
 
         decorated: Any = run
         for option in reversed(chosen):
