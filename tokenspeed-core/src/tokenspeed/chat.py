@@ -13,7 +13,8 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import jinja2
 import jinja2.ext
@@ -21,7 +22,10 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
-from tokenspeed.errors import CheckpointError, RequestError
+from tokenspeed.errors import CheckpointError, ConfigError, RequestError
+
+if TYPE_CHECKING:
+    from tokenspeed.config import EngineConfig
 
 
 class ChatTemplate:
@@ -74,6 +78,18 @@ class ChatTemplate:
             message = f"the chat template cannot render these messages: {type(error).__name__}: {error}"
             raise RequestError(message, param="messages", code="chat_template") from error
         return _cut_after(text, messages[-1]) if continue_final_message else text
+
+
+def given_template(config: EngineConfig) -> str | None:
+    """What the file of `--chat-template` holds. Raises ConfigError when it cannot be read, or is no template."""
+    if config.chat_template is None:
+        return None
+    try:
+        source = Path(config.chat_template).read_text(encoding="utf-8")
+        ChatTemplate(source)
+    except (OSError, UnicodeDecodeError, CheckpointError) as error:
+        raise ConfigError(f"--chat-template {config.chat_template}: {error}") from None
+    return source
 
 
 class _GenerationBlock(jinja2.ext.Extension):

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from tokenspeed import startup
-from tokenspeed.chat import ChatTemplate
+from tokenspeed.chat import ChatTemplate, given_template
 from tokenspeed.cli.progress import start_progress
 from tokenspeed.config import EngineConfig
 from tokenspeed.config_sources import config_from_arguments
@@ -83,12 +83,13 @@ class LLM:
         return llm
 
     def _start(self, config: EngineConfig, progress: bool | None) -> None:
+        given = given_template(config)
         prepared = startup.prepare(config)
         with start_progress(progress) as report:
             self._engine: Engine | None = startup.launch(prepared, report)
         self.plan: Plan = prepared.plan
         self._progress = progress
-        self._template_file = config.chat_template
+        self._given_template = given
         self.sampling_defaults = sampling_defaults(prepared.checkpoint.folder, config.generation_config)
         self._template: ChatTemplate | None = None
         self._ids = itertools.count()
@@ -241,8 +242,7 @@ class LLM:
 
     def _chat_template(self) -> ChatTemplate:
         if self._template is None:
-            file = self._template_file
-            source = Path(file).read_text(encoding="utf-8") if file else self.tokenizer.chat_template
+            source = self._given_template or self.tokenizer.chat_template
             if source is None:
                 raise RequestError(
                     "this model has no chat template; give one as chat_template",

@@ -15,6 +15,7 @@ from tokenspeed.engine.engine import Engine
 from tokenspeed.engine.kv_cache import pages_for
 from tokenspeed.engine.options import EngineOptions
 from tokenspeed.engine.request import Request, SamplingParams
+from tokenspeed.errors import ConfigError
 
 FIRST_ORDINARY_ID = 10
 """Lower ids are special tokens in most vocabularies."""
@@ -42,7 +43,8 @@ class Workload:
         self._names = self._count()
 
     def run(self, batch: int, input_len: int, output_len: int) -> Timing:
-        """Run one batch to its end."""
+        """Run one batch to its end. Raises ConfigError for one that the engine would cut short or into parts."""
+        self._check(batch, input_len + output_len)
         for _ in range(batch):
             self._engine.add(self._request(input_len, output_len))
         timing = Timing()
@@ -59,6 +61,20 @@ class Workload:
             timing.own.append(step - (after.operator_seconds - before.operator_seconds))
             before = after
         return timing
+
+    def _check(self, batch: int, tokens: int) -> None:
+        options = self._engine.options
+        pages = batch * pages_for(tokens)
+        work = f"{batch} requests of {tokens} tokens with their replies are to be measured"
+        if tokens > options.max_model_len:
+            limit, remedy = f"the context of this engine holds {options.max_model_len}", "shorter ones"
+        elif batch > options.max_num_seqs:
+            limit, remedy = f"this engine runs {options.max_num_seqs} at once", "fewer"
+        elif pages > options.num_pages:
+            limit, remedy = f"they take {pages} pages of its KV cache, which has {options.num_pages}", "less"
+        else:
+            return
+        raise ConfigError(f"{work}, and {limit}; measure {remedy}, or give the engine larger sizes")
 
     def _request(self, input_len: int, output_len: int) -> Request:
         first = min(FIRST_ORDINARY_ID, self._engine.limits.vocab_size - 1)

@@ -11,12 +11,12 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import httptools
 import msgspec
 
 from tokenspeed.errors import TokenspeedError
+from tokenspeed.server_url import ServerUrl
 
 # Every vocabulary has these ids, and they are rarely special: single bytes and characters in most tokenizers.
 _LOWEST_ID, _HIGHEST_ID = 16, 255
@@ -68,7 +68,11 @@ def random_prompts(
 def custom_prompts(path: Path, count: int, output_tokens: int) -> list[Prompt]:
     """The first `count` lines of a JSONL file of `{"prompt", "output_tokens"}`. Raises LoadError."""
     prompts = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines()[:count], start=1):
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise LoadError(f"{path} cannot be read: {error}") from None
+    for number, line in enumerate(lines[:count], start=1):
         try:
             record = json.loads(line)
             prompts.append(Prompt(record["prompt"], int(record.get("output_tokens", output_tokens))))
@@ -106,11 +110,9 @@ class Load:
         temperature: float | None,
     ) -> None:
         self.model = model
-        parts = urlsplit(base_url if "//" in base_url else f"http://{base_url}")
-        self._host = parts.hostname or "127.0.0.1"
-        self._port = parts.port or (443 if parts.scheme == "https" else 80)
-        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
-        self._base = parts.path.rstrip("/").removesuffix("/v1")
+        server = ServerUrl.read(base_url)
+        self._host, self._port, self._base = server.host, server.port, server.path
+        self._tls = ssl.create_default_context() if server.is_tls else None
         self._endpoint = endpoint
         self._is_chat = is_chat
         self._key = api_key

@@ -39,7 +39,11 @@ LAYOUTS = ("alone", "padded-left", "padded-right", "packed")
     help="Whose order of additions the logprobs have.  [default: transformers]",
 )
 @click.option(
-    "--generate", "new_tokens", default=0, help="Let the engine continue each prompt by so many tokens first."
+    "--generate",
+    "new_tokens",
+    type=click.IntRange(0),
+    default=0,
+    help="Let the engine continue each prompt by so many tokens first.",
 )
 @click.option("--layout", type=click.Choice(LAYOUTS), default="padded-right", help="How sequences share a batch.")
 @click.option("--batch-size", default=8, type=click.IntRange(1), help="Sequences in a forward pass.")
@@ -67,9 +71,14 @@ def dump(
 
     from tokenspeed.cli.progress import Counting
     from tokenspeed.trainer import adopt
+    from tokenspeed.trainer.logprobs import order_of
     from tokenspeed.trainer.record import record
     from tokenspeed.verify.dump import write_dump
 
+    try:
+        order_of(profile)
+    except ValueError as error:
+        raise ConfigError(f"--trainer: {str(error).removeprefix('--trainer: ')}") from None
     rows = read_lines(prompts, fields=("prompt", "text", "token_ids"))
     folder = _folder(config)
     sequences = [_ids(folder, row) for row in rows]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.resources
+import os
 import re
 from collections.abc import Iterator
 from importlib.resources.abc import Traversable
@@ -39,12 +40,15 @@ def new(name: str, kind: str, into: str) -> None:
     if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", name):
         raise click.BadParameter(f"{name!r} should be lower-case words joined by hyphens", param_hint="NAME")
     folder = Path(into) / name
-    if folder.exists():
+    if os.path.lexists(folder):
         raise click.BadParameter(f"{folder} is already there", param_hint="NAME")
-    for path, text in generated(name, kind):
-        target = folder / path
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(text, encoding="utf-8")
+    try:
+        for path, text in generated(name, kind):
+            target = folder / path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise click.BadParameter(f"{folder}: {error.strerror}", param_hint="--into") from None
     click.echo(f"made {folder}\n\n  cd {folder}\n  pip install -e '.[test]'\n  pytest")
 
 

@@ -38,10 +38,11 @@ def serve(config: EngineConfig) -> None:
     SIGINT and SIGTERM drain: running requests may finish, new ones get 503. A refused start exits with status 2 and
     every reason.
     """
+    from tokenspeed.chat import given_template
     from tokenspeed.cli.output import console
     from tokenspeed.cli.progress import StartProgress
     from tokenspeed.engine.process import EngineProcess
-    from tokenspeed.server.run import Listener, Server, given_template, make_service
+    from tokenspeed.server.run import Listener, Server, make_service
 
     out = console()
     _log_to_stderr(config.log_level)

@@ -18,11 +18,11 @@ from types import FrameType
 
 import uvicorn
 
-from tokenspeed.chat import ChatTemplate
+from tokenspeed.chat import ChatTemplate, given_template
 from tokenspeed.config import EngineConfig
 from tokenspeed.engine.process import EngineProcess
 from tokenspeed.engine.wire import EngineInfo
-from tokenspeed.errors import CheckpointError, ConfigError
+from tokenspeed.errors import ConfigError
 from tokenspeed.loading.generation_config import sampling_defaults
 from tokenspeed.server.app import create_app
 from tokenspeed.server.client import EngineClient
@@ -186,15 +186,3 @@ class Server(uvicorn.Server):
             if ended:
                 self._say(f"ended {ended} samples with finish_reason abort")
         self.should_exit = True
-
-
-def given_template(config: EngineConfig) -> str | None:
-    """What the file of `--chat-template` holds. Raises ConfigError when it cannot be read, or is no template."""
-    if config.chat_template is None:
-        return None
-    try:
-        source = Path(config.chat_template).read_text(encoding="utf-8")
-        ChatTemplate(source)
-    except (OSError, UnicodeDecodeError, CheckpointError) as error:
-        raise ConfigError(f"--chat-template {config.chat_template}: {error}") from None
-    return source

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from tokenspeed.errors import ConfigError
@@ -140,9 +140,12 @@ def replay(path: Path, specs: Sequence[KernelSpec]) -> tuple[KernelSpec, str | N
 
     Raises ConfigError when the file is none of ours, another kit wrote it or the kernel is not installed.
     """
-    with safe_open(path, framework="pt") as file:
-        metadata = file.metadata() or {}
-        saved = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            saved = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{path} is no readable safetensors file: {error}") from error
     if metadata.get("schema") != SCHEMA:
         raise ConfigError(f"{path} is not a file that `tokenspeed kernels verify` wrote")
     spec = next((spec for spec in specs if spec.name == metadata["kernel"]), None)

@@ -12,6 +12,7 @@ from tokenspeed.kernels.registry import KernelRegistry
 from tokenspeed.kernels.select import Pins, select
 from tokenspeed.layers.context import LayerContext
 from tokenspeed.machine import read_machine
+from tokenspeed.numerics.envelopes import TrainerRequest
 from tokenspeed.numerics.resolve import ResolvedNumerics, resolve
 from tokenspeed.plugins import load_plugins
 from tokenspeed.trainer import kernels, operators
@@ -83,6 +84,18 @@ def _divisor(temperature: float | torch.Tensor, logits: torch.Tensor, ids: torch
     except RuntimeError:
         shapes = f"temperature is {list(temperature.shape)} and ids {list(ids.shape)}"
         raise ValueError(f"{shapes}: give one temperature for each row, or one for all") from None
+
+
+def order_of(trainer: str) -> tuple[str, int | None]:
+    """The `order` and `vocab_shards` that `--trainer TRAINER` means. Raises ValueError for another one."""
+    request = TrainerRequest.parse(trainer)
+    order = next((order for order, name in TRAINERS.items() if name == request.name), None)
+    shards = request.options.get("vocab-shards")
+    if order is None or request.options.keys() - {"vocab-shards"} or (shards and not shards.isdecimal()):
+        raise ValueError(
+            f"trainer {trainer!r} is not one of {', '.join(sorted(TRAINERS.values()))}, or megatron,vocab-shards=N"
+        )
+    return order, int(shards) if shards else None
 
 
 def _trainer(order: str, vocab_shards: int | None) -> str:

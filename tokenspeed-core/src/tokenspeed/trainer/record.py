@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from tokenspeed.trainer.logprobs import logprobs
+from tokenspeed.trainer.logprobs import logprobs, order_of
 from tokenspeed.verify.dump import LOGITS_ROWS, Dump, DumpedSequence
 
 BatchLayout = Literal["alone", "padded-left", "padded-right", "packed"]
@@ -55,8 +55,15 @@ def record(
     """Teacher-force `sequences` (token ids, at least two each), `batch_size` of them in a forward pass.
 
     `trainer` names the order of additions (`transformers`, `megatron`, `megatron,vocab-shards=N`). `progress` is called
-    with (sequences done, in all).
+    with (sequences done, in all). Raises ValueError for arguments that mean nothing.
     """
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout {layout!r} is not one of {', '.join(LAYOUTS)}")
+    if batch_size < 1:
+        raise ValueError(f"batch_size is {batch_size}; the least is 1")
+    if short := [number for number, sequence in enumerate(sequences) if len(sequence) < 2]:
+        raise ValueError(f"sequence {short[0]} has {len(sequences[short[0]])} tokens; one alone has no log-probability")
+    order_of(trainer)
     size = 1 if layout == "alone" else batch_size
     found: list[DumpedSequence] = []
     for first in range(0, len(sequences), size):
@@ -75,12 +82,9 @@ def record(
 def _sequence(
     ids: list[int], logits: torch.Tensor, activations: dict[str, torch.Tensor], trainer: str, temperature: float
 ) -> DumpedSequence:
-    name, _, shards = trainer.partition(",vocab-shards=")
-    order = "torch" if name == "transformers" else name
+    order, shards = order_of(trainer)
     targets = torch.tensor(ids[1:], device=logits.device)
-    values = logprobs(
-        logits[:-1], targets, order=order, temperature=temperature, vocab_shards=int(shards) if shards else None
-    )
+    values = logprobs(logits[:-1], targets, order=order, temperature=temperature, vocab_shards=shards)
     return DumpedSequence(torch.tensor(ids), values, logits[:LOGITS_ROWS], activations=activations)
 
 

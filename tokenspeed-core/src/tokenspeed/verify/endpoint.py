@@ -17,9 +17,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import urlsplit
 
 from tokenspeed.errors import TokenspeedError
+from tokenspeed.server_url import ServerUrl
 from tokenspeed.verify.items import Item, Outcome, float_bits
 
 TIMEOUT_SECONDS = 600.0
@@ -74,8 +74,10 @@ class Endpoint:
     names_ids: bool = True
     _without: frozenset[str] = field(default=frozenset(), repr=False)
     _root: str = field(default="", repr=False)
+    _server: ServerUrl = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        self._server = ServerUrl.read(self.url)
         self._root = self.url.rstrip("/").removesuffix("/v1")
 
     def discover(self) -> None:
@@ -182,9 +184,9 @@ class Endpoint:
 
     @contextmanager
     def _connection(self) -> Iterator[http.client.HTTPConnection]:
-        parts = urlsplit(self._root)
-        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        connection = kind(parts.netloc, timeout=TIMEOUT_SECONDS)
+        server = self._server
+        kind = http.client.HTTPSConnection if server.is_tls else http.client.HTTPConnection
+        connection = kind(server.host, server.port, timeout=TIMEOUT_SECONDS)
         try:
             yield connection
         finally:
@@ -197,9 +199,7 @@ class Endpoint:
         if self.api_key:
             headers["authorization"] = f"Bearer {self.api_key}"
         try:
-            connection.request(
-                method, urlsplit(self._root).path + path, None if body is None else json.dumps(body), headers
-            )
+            connection.request(method, self._server.path + path, None if body is None else json.dumps(body), headers)
             response = connection.getresponse()
         except (OSError, http.client.HTTPException) as error:
             raise EndpointError(f"{self._root}{path}: {type(error).__name__}: {error}") from error
