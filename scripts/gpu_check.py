@@ -4,12 +4,13 @@
     python scripts/gpu_check.py [--json gpu_check.json] [--budget-seconds 460] [--model DIR]
 
 In order: the tests of `tests/gpu` (every Triton kernel, recorded steps = eager ones; a process for each file, since
-most of their time is compiling), the conformance kit on every Triton kernel, projections against cuBLAS, attention
-against torch's SDPA and, where it is installed, flashinfer, then the engine on a random model of Qwen3-0.6B's shape:
-tokens per second under auto and rl-bitwise, with recorded decode steps and without, the share of bandwidth at batch 1,
-and `numerics verify --quick`. Every part has a share of the time; a row that could not be measured stays blank and says
-why, and a target stands beside it without being claimed. The JSON is written after every row, so that a check which is
-cut short leaves what it had, and holds the end of what failed commands said.
+most of their time is compiling), the conformance kit on every Triton kernel, the bits of this GPU against those of the
+emulated one, projections against cuBLAS, attention against torch's SDPA and, where it is installed, flashinfer, then
+the engine on a random model of Qwen3-0.6B's shape: tokens per second under auto and rl-bitwise, with recorded decode
+steps and without, the share of bandwidth at batch 1, and `numerics verify --quick`. Every part has a share of the time;
+a row that could not be measured stays blank and says why, and a target stands beside it without being claimed. The JSON
+is written after every row, so that a check which is cut short leaves what it had, and holds the end of what failed
+commands said.
 
 Exit status: 0 when all tests and the kit passed, 1 when some failed or a part did not end, 2 without a GPU. Targets are
 reported, not enforced.
@@ -18,6 +19,7 @@ reported, not enforced.
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.metadata
 import json
 import re
@@ -221,6 +223,29 @@ def projections(clock: Clock, peak: float) -> Iterator[Row]:
             if m <= 16:
                 share = weight.nbytes / ours / 1e6 / peak
                 yield Row("gemm", f"{name} bandwidth", 100 * share, "%", ">= 85", f"{ours * 1e3:.1f} us")
+
+
+def predicted(clock: Clock) -> Iterator[Row]:
+    """Share of a projection's bf16 outputs that have the bits of the measured model of this GPU's matrix unit.
+
+    No promise rests on it: it says whether the emulated GPU of the tests computes what this one does.
+    """
+    import torch
+
+    from tokenspeed_kernels_aok.triton import gemm
+
+    sys.path.insert(0, str(ROOT / "tests/numerics"))
+    matrix = importlib.import_module("ptx_emulator.matrix")
+    major, minor = torch.cuda.get_device_capability()
+    arch = 10 * major + minor
+    if clock.spent() or arch not in matrix.UNITS:
+        yield Row("emulator", "predicted bits", note="out of time" if clock.spent() else "no model of this GPU")
+        return
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(rows, 512, generator=generator).bfloat16() for rows in (64, 128))
+    expected = matrix.project(arch, x.float().numpy(), weight.float().numpy(), "bf16")
+    equal = gemm.linear(x.cuda(), weight.cuda()).cpu() == torch.from_numpy(expected).bfloat16()
+    yield Row("emulator", "predicted bits", 100 * equal.double().mean().item(), "%", "")
 
 
 def attentions(clock: Clock) -> Iterator[Row]:
@@ -428,6 +453,7 @@ def measure(clock: Clock, model: Path | None) -> Iterator[Row]:
 
     yield from guarded("tests/gpu", conformance(clock, gpu_tests()))
     yield from guarded("kit", kit(clock, kernels_here()))
+    yield from guarded("emulator", predicted(clock))
     peak = bandwidth_gb_per_s()
     yield Row("memory", "copy", peak, "GB/s")
     yield from guarded("gemm", projections(clock, peak))

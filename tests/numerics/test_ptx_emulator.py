@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ import triton
 import triton.language as tl
 
 from oracle import ieee
-from ptx_emulator import arithmetic
+from ptx_emulator import arithmetic, matrix
 from ptx_emulator.driver import assemble, emulate
 from ptx_emulator.machine import Fault, Launch, Machine, run
 from ptx_emulator.memory import GlobalMemory
@@ -114,7 +116,7 @@ def _run(body: str, *, threads: int = 64) -> None:
     ret;
 }}
 """
-    launch = Launch((1, 1, 1), threads, 64, (np.uint32(0),), GlobalMemory([]))
+    launch = Launch(90, (1, 1, 1), threads, 64, (np.uint32(0),), GlobalMemory([]))
     run(assemble(parse(text)), Machine(launch, range(1)))
 
 
@@ -159,3 +161,37 @@ def test_a_kernel_whose_barriers_were_cut_out_is_a_fault(arch: str) -> None:
     x, weight = torch.ones(64, 64, dtype=torch.bfloat16), torch.ones(32, 64, dtype=torch.bfloat16)
     with emulate(arch, edit=lambda ptx: re.sub(r"bar\.sync\s+0;", "", ptx)), pytest.raises(Fault, match="last barrier"):
         _product(x, weight)
+
+
+@pytest.mark.parametrize("arch", matrix.UNITS)
+def test_the_matrix_unit_cuts_off_what_lies_far_below_its_largest_term(arch: int) -> None:
+    """Against the model in exact integers, one element at a time; and one term of which too little is left."""
+    unit = matrix.UNITS[arch]
+    generator = np.random.default_rng(0)
+    a, b = (
+        arithmetic.from_bf16(
+            arithmetic.to_bf16(generator.standard_normal((3, 16)) * 2.0 ** generator.integers(-9, 9, (3, 16)))
+        )
+        for _ in range(2)
+    )
+    c = generator.standard_normal((3, 3)).astype(np.float32)
+    product = matrix.multiply(unit, a, b.T, c, "bf16")
+    for i in range(3):
+        for j in range(3):
+            assert product[i, j] == _cut_sum(unit, a[i], b[j], c[i, j])
+    assert np.abs(product - (a.astype(np.float64) @ b.T + c)).max() < 1e-2
+    one, tiny = np.ones((1, 16), np.float32), np.full((16, 1), 2.0 ** -(unit.bits + 1), np.float32)
+    assert matrix.multiply(unit, one, tiny, np.ones((1, 1), np.float32), "bf16") == 1.0
+
+
+def _cut_sum(unit: matrix.Unit, a: np.ndarray, b: np.ndarray, c: np.float32) -> np.float32:
+    total = Fraction(float(c))
+    for start in range(0, len(a), unit.depth):
+        part = slice(start, start + unit.depth)
+        terms = [Fraction(float(x)) * Fraction(float(y)) for x, y in zip(a[part], b[part], strict=True)]
+        exponents = [math.frexp(x)[1] + math.frexp(y)[1] - 2 for x, y in zip(a[part], b[part], strict=True)]
+        quantum = Fraction(2) ** (max(*exponents, math.frexp(total)[1] - 1) - unit.bits)
+        total = sum(math.trunc(term / quantum) for term in (*terms, total)) * quantum
+        last = Fraction(2) ** (math.frexp(total)[1] - 24)
+        total = math.trunc(total / last) * last
+    return np.float32(float(total))

@@ -16,7 +16,9 @@ It refuses an instruction that it does not know, an address outside every tensor
 all threads reach, and shared memory that two warps use between the same barriers unless both only read.
 
 What it cannot see: ptxas, the hardware's timing (every copy happens where it is issued or awaited), orders of memory
-that only a fence keeps, and the inside of a matrix instruction, for which one exact sum and one rounding stand in.
+that only a fence keeps. The inside of a matrix instruction and of `ex2.approx` are models: the first as others have
+measured it (`matrix`), the second correctly rounded.
 
-Sources: PTX ISA 9.x (instructions, fragment layouts, matrix descriptors), CUDA driver API (tensor maps).
+Sources: PTX ISA 9.x (instructions, fragment layouts, matrix descriptors), CUDA driver API (tensor maps),
+arXiv:2511.10909 (matrix units).
 """

@@ -100,6 +100,7 @@ class EmulatedLauncher:
         params += [np.uint64(0)] * (len(program.params) - len(params))  # scratch memory, of which no kernel has any
         assert self._metadata.global_scratch_size == 0
         described = Launch(
+            self._metadata.target.arch,
             (x, y, z),
             32 * self._metadata.num_warps,
             -(-max(self._metadata.shared, 16) // 16) * 16,

@@ -40,9 +40,11 @@ class Fault(Exception):
 class Launch:
     """A grid of blocks of `threads` threads with `shared_bytes` of shared memory.
 
-    `params` are the parameters as unsigned scalars or tensor maps, `memory` the global memory that they may touch.
+    `arch` is the GPU's (80 for sm80), `params` the parameters as unsigned scalars or tensor maps, `memory` the global
+    memory that they may touch.
     """
 
+    arch: int
     grid: tuple[int, int, int]
     threads: int
     shared_bytes: int

@@ -1,14 +1,16 @@
-"""Matrix fragments: which thread holds which element, and a stand-in for what the matrix unit computes.
+"""Matrix fragments: which thread holds which element, and what the matrix unit makes of them.
 
-The inside of a matrix instruction is published by nobody. Here an element is one exact sum of its products and the
-accumulator, rounded once to binary32: a function of its row, its column and its accumulator alone, as the promise
-assumes of the hardware. Element order *between* instructions, and which elements meet, are the compiler's, and real.
+The vendor publishes nothing about the inside of a matrix instruction. Others have measured it, and found a model that
+has the bits of the hardware (Xie et al., "MMA-Sim", arXiv:2511.10909): of the products and the accumulator, each is cut
+off a fixed number of bits below the largest exponent, the rest is added exactly, and the sum is cut off to binary32. An
+element is then a function of its row, its column and its accumulator, whatever the shape of the instruction.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -25,9 +27,62 @@ _GROUP, _PAIR = _LANE // 4, 2 * (_LANE % 4)
 WARP_GROUP = 4 * WARP
 
 
-def multiply(a: Array, b: Array, c: Array) -> Array:
-    """a [..., M, K] times b [..., K, N], plus c: exact to 53 bits, rounded once to binary32."""
-    return (np.matmul(a.astype(np.float64), b.astype(np.float64)) + c.astype(np.float64)).astype(np.float32)
+@dataclass(frozen=True)
+class Unit:
+    """A generation of matrix units: `bits` kept below the largest exponent, `depth` products of 16 bits at a time."""
+
+    bits: int
+    depth: int
+
+
+UNITS = {80: Unit(24, 8), 86: Unit(24, 8), 89: Unit(24, 8), 90: Unit(25, 16)}
+"""By architecture: Ampere, Ada, Hopper."""
+
+INSTRUCTION_DEPTH = 16
+"""Elements of K that one instruction for 16-bit operands takes."""
+
+_LEAST_EXPONENT = {"bf16": -126, "f16": -14, "f32": -126}
+_OF_ZERO = -9999
+
+
+def _exponents(values: Array, kind: str) -> Array:
+    """Of the leading bit; denormals have that of the smallest normal number, zeros one below all others."""
+    exponents = np.maximum(np.frexp(values)[1] - 1, _LEAST_EXPONENT[kind])
+    return np.where(values == 0, _OF_ZERO, exponents)
+
+
+def multiply(unit: Unit, a: Array, b: Array, c: Array, kind: str) -> Array:
+    """a [..., M, K] times b [..., K, N], plus c [..., M, N], of binary32 that hold values of `kind`: binary32."""
+    for start in range(0, a.shape[-1], unit.depth):
+        part = slice(start, start + unit.depth)
+        c = _multiply_add(unit.bits, a[..., part], b[..., part, :], c, kind)
+    return c
+
+
+def project(arch: int, x: Array, weight: Array, kind: str) -> Array:
+    """x [M, K] times the transpose of weight [N, K] as `gemm.linear` adds: instructions in ascending K, from zero."""
+    padding = ((0, 0), (0, -x.shape[1] % INSTRUCTION_DEPTH))
+    x, weight = np.pad(x, padding), np.pad(weight, padding)
+    total = np.zeros((len(x), len(weight)), np.float32)
+    for start in range(0, x.shape[1], INSTRUCTION_DEPTH):
+        part = slice(start, start + INSTRUCTION_DEPTH)
+        total = multiply(UNITS[arch], x[:, part], weight[:, part].T, total, kind)
+    return total
+
+
+def _multiply_add(bits: int, a: Array, b: Array, c: Array, kind: str) -> Array:
+    of_products = _exponents(a, kind)[..., :, :, None] + _exponents(b, kind)[..., None, :, :]
+    largest = np.maximum(of_products.max(axis=-2), _exponents(c, "f32"))
+    is_zero = largest <= _OF_ZERO // 2
+    scale = np.ldexp(1.0, np.where(is_zero, 0, bits - largest))
+    products = a.astype(np.float64)[..., :, :, None] * b.astype(np.float64)[..., None, :, :]
+    units = np.trunc(products * scale[..., None, :]).sum(axis=-2) + np.trunc(c.astype(np.float64) * scale)
+    exact = units / scale + 0.0  # a zero is positive
+    rounded = exact.astype(np.float32)
+    outward = (np.abs(rounded) > np.abs(exact)) & np.isfinite(rounded)
+    cut = np.where(outward, np.nextafter(rounded, np.float32(0)), rounded)
+    plain = products.sum(axis=-2) + c.astype(np.float64)
+    return np.where(np.isfinite(plain), cut, plain.astype(np.float32))
 
 
 def _widen(bits: Array, kind: str) -> Array:
@@ -111,7 +166,7 @@ def _mma(kind: str, texts: tuple[str, ...], operands: Operands) -> Step:
             for half in (0, 1):
                 b[:, _PAIR + half + 8 * register, _GROUP] = held[:, :, register, half]
         c = _gather(m, c_parts, warps, WARP, _rows_of_warp, 16, 8)
-        _scatter(m, writers, multiply(a, b, c), _rows_of_warp)
+        _scatter(m, writers, multiply(UNITS[m.launch.arch], a, b, c, kind), _rows_of_warp)
 
     return act
 
@@ -178,7 +233,8 @@ def _wgmma(n: int, kind: str, texts: tuple[str, ...], operands: Operands) -> Ste
         b = _described(m, b_descriptor, n, bool(transposes[1]), kind)
         keep = lanes(m, scale(m), "b32").reshape(teams, WARP_GROUP)[:, 0].astype(np.bool_)
         c = _gather(m, c_parts, teams, WARP_GROUP, _rows_of_group, 64, n)
-        product = multiply(a, b.swapaxes(1, 2), np.where(keep[:, None, None], c, np.float32(0)))
+        c = np.where(keep[:, None, None], c, np.float32(0))
+        product = multiply(UNITS[m.launch.arch], a, b.swapaxes(1, 2), c, kind)
         _scatter(m, writers, product, _rows_of_group)
 
     return act

@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ptx_emulator.matrix import project
 from tokenspeed.kernels.reference import gemm as reference
 from tokenspeed_kernels_aok.triton import gemm
 from tokenspeed_kernels_aok.triton.launch import INTERPRETED
@@ -14,6 +15,7 @@ from tokenspeed_kernels_aok.triton.tiles import GEMM, GemmTable, GemmTile
 from triton_cases.support import (
     DEVICE,
     DTYPES,
+    EMULATED,
     THOROUGH,
     architectures,
     assert_agrees,
@@ -106,6 +108,19 @@ def test_batched_agrees_and_its_rows_do_not_depend_on_the_batch(dtype: torch.dty
         table = gemm.table_for(arch, dtype)
         first, *others = [gemm.batched_by(table, tile, x, weight) for tile in _tiles(table)]
         assert all(same_bits(other, first) for other in others)
+
+
+if EMULATED:
+
+    @pytest.mark.parametrize("m", [1, 20, 130])
+    def test_compiled_projections_add_ascending_k_one_instruction_after_another(m: int) -> None:
+        """The published rule, with the matrix unit as others measured it: K by sixteen, in no other order."""
+        x, weight, bias = (
+            random(*shape, dtype=torch.bfloat16, seed=i) for i, shape in enumerate([(m, 200), (70, 200), (70,)])
+        )
+        total = project(int(EMULATED[2:]), x.float().numpy(), weight.float().numpy(), "bf16")
+        expected = torch.from_numpy(total + bias.float().numpy()).bfloat16()
+        assert same_bits(gemm.linear(x, weight, bias), expected)
 
 
 @triton.jit
