@@ -176,6 +176,30 @@ def test_parameters_of_a_wrong_type_are_refused_by_name(llm: LLM, params: Any, m
         llm.generate([1, 2], params)
 
 
+BAD_PROMPTS: list[tuple[Any, str]] = [
+    (None, "expected a text, token ids, or a list of either, not NoneType"),
+    (5, "not int"),
+    ({"prompt": "a"}, "not dict"),
+    (b"abc", "not bytes"),
+    ([{"prompt_token_ids": [5]}], "a prompt is a text or a list of token ids, not dict"),
+    ([b"abc"], "not bytes"),
+    ([{5, 6}], "not set"),
+    ("\ud800", "half of a surrogate pair"),
+]
+
+
+@pytest.mark.parametrize(("prompt", "message"), BAD_PROMPTS)
+def test_what_is_no_prompt_is_refused_and_not_gone_through(llm: LLM, prompt: Any, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        llm.generate(prompt)
+
+
+@pytest.mark.parametrize("messages", ["hello", {"role": "user", "content": "a"}, None, ["hello"]])
+def test_what_is_no_conversation_is_refused(llm: LLM, messages: Any) -> None:
+    with pytest.raises(RequestError, match="messages: "):
+        llm.chat(messages)
+
+
 def test_numbers_and_collections_may_be_of_like_types(llm: LLM) -> None:
     plain = SamplingParams(max_tokens=9, seed=3, temperature=0.5, allowed_token_ids=[5, 9], stop_token_ids=[])
     alike: Any = {"seed": np.int64(3), "temperature": np.float32(0.5), "allowed_token_ids": {5, 9}}

@@ -188,6 +188,31 @@ def breaks(tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
     raise ConnectionError("the trainer is gone")
 
 
+class Distributed(torch.Tensor):
+    """As `fully_shard` keeps a parameter."""
+
+    def full_tensor(self) -> torch.Tensor:
+        return self.as_subclass(torch.Tensor)
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        (None, "not NoneType"),
+        (5, "not int"),
+        ([5], "one is 5"),
+        ([("lm_head.weight",)], r"one is \('lm_head.weight',\)"),
+        ({"lm_head.weight": 1.0}, r"one is \('lm_head.weight', 1.0\)"),
+        ({"lm_head.weight": torch.empty(320, 96, device="meta")}, "lm_head.weight is on the meta device"),
+        ({"lm_head.weight": torch.zeros(320, 96).to_sparse()}, "lm_head.weight is a torch.sparse_coo tensor"),
+        ({"lm_head.weight": torch.zeros(320, 96).as_subclass(Distributed)}, "distributed tensor; gather it first"),
+    ],
+)
+def test_what_holds_no_weights_is_refused(llm: LLM, source: Any, reason: str) -> None:
+    with pytest.raises(CheckpointError, match=reason):
+        llm.update_weights(source)
+
+
 @pytest.mark.parametrize(
     ("damage", "kind", "reason"),
     [

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from numbers import Integral
@@ -168,6 +168,8 @@ class LLM:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
         try:
+            if isinstance(prompt, _NO_LIST):
+                raise TypeError("its items are no token ids")
             return [operator.index(token) for token in prompt]
         except TypeError as error:
             message = f"a prompt is a text or a list of token ids, not {type(prompt).__name__}: {error}"
@@ -306,8 +308,15 @@ def _score(index: int, output: RequestOutput) -> Score:
     return Score(output.prompt_token_ids, values)
 
 
+_NO_LIST = (bytes, bytearray, Mapping, Set)
+"""What can be gone through like a list, and is none of prompts or token ids."""
+
+
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
-    """One text or one list of ids becomes a list of one prompt."""
+    """One text or one list of ids becomes a list of one prompt. Raises RequestError for what is no list."""
+    if isinstance(prompts, _NO_LIST) or not hasattr(prompts, "__len__"):
+        message = f"prompts: expected a text, token ids, or a list of either, not {type(prompts).__name__}"
+        raise RequestError(message, param="prompt", code="invalid_value")
     if isinstance(prompts, str) or (len(prompts) > 0 and all(isinstance(item, Integral) for item in prompts)):
         return [prompts]
     return list(prompts)
@@ -344,4 +353,9 @@ def _typed(params: SamplingParams) -> SamplingParams:
 
 
 def _is_conversation(messages: Messages | Sequence[Messages]) -> bool:
+    if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
+        message = f"messages: expected a list of messages, or of conversations, not {type(messages).__name__}"
+        raise RequestError(message, param="messages", code="invalid_value")
+    if odd := [item for item in messages if isinstance(item, str)]:
+        raise RequestError(f"messages: {str(odd[0])[:50]!r} is no message", param="messages", code="invalid_value")
     return len(messages) > 0 and isinstance(messages[0], Mapping)

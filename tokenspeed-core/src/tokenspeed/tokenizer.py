@@ -61,8 +61,15 @@ class Tokenizer:
         return self._backend.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`; with special tokens, those that the tokenizer's template adds (a leading BOS)."""
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        """Token ids of `text`; with special tokens, those that the tokenizer's template adds (a leading BOS).
+
+        Raises RequestError for a text that UTF-8 cannot spell.
+        """
+        try:
+            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except TypeError:  # the backend's word for what UTF-8 cannot spell
+            message = "the text holds half of a surrogate pair, which is no character"
+            raise RequestError(message, param="prompt", code="invalid_value") from None
         return ids
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:

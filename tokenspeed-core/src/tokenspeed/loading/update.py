@@ -90,8 +90,10 @@ class WeightStaging:
         All tensors of the model must come, each once; their dtype is converted to the model's. Raises CheckpointError,
         with every tensor that is wrong or missing.
         """
+        if not isinstance(tensors, Iterable):
+            raise CheckpointError(f"new weights are a folder, or (name, tensor) pairs, not {type(tensors).__name__}")
         model = self._rebuild()
-        return self._fill(model, fitting(model, tensors))
+        return self._fill(model, fitting(model, _readable(tensors)))
 
     def _fill(self, model: CausalLM, tensors: NamedTensors) -> StagedWeights:
         digests: dict[str, TensorDigest] = {}
@@ -101,6 +103,20 @@ class WeightStaging:
             filling.add(name, tensor)
         filling.finish()
         return StagedWeights(model, WeightsDigest(MappingProxyType(digests)))
+
+
+def _readable(tensors: NamedTensors) -> NamedTensors:
+    """Pass on pairs of a name and a tensor whose values are here. Raises CheckpointError at the first other thing."""
+    for pair in tensors:
+        if not (isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[1], torch.Tensor)):
+            raise CheckpointError(f"new weights are (name, tensor) pairs, and one is {str(pair)[:100]}")
+        name, tensor = pair
+        if hasattr(tensor, "full_tensor"):
+            raise CheckpointError(f"{name} is a distributed tensor; gather it first, with its full_tensor()")
+        if tensor.is_meta or tensor.layout != torch.strided:
+            where = "on the meta device, without values" if tensor.is_meta else f"a {tensor.layout} tensor, not strided"
+            raise CheckpointError(f"{name} is {where}")
+        yield name, tensor
 
 
 def fitting(
