@@ -59,11 +59,11 @@ def multiply(unit: Unit, a: Array, b: Array, c: Array, kind: str) -> Array:
     return c
 
 
-def project(arch: int, x: Array, weight: Array, kind: str) -> Array:
-    """x [M, K] times the transpose of weight [N, K] as `gemm.linear` adds: instructions in ascending K, from zero."""
+def project(arch: int, x: Array, weight: Array, kind: str, total: Array | None = None) -> Array:
+    """x [M, K] times the transpose of weight [N, K], one instruction after another along K, added to `total` or to 0."""
     padding = ((0, 0), (0, -x.shape[1] % INSTRUCTION_DEPTH))
     x, weight = np.pad(x, padding), np.pad(weight, padding)
-    total = np.zeros((len(x), len(weight)), np.float32)
+    total = np.zeros((len(x), len(weight)), np.float32) if total is None else total
     for start in range(0, x.shape[1], INSTRUCTION_DEPTH):
         part = slice(start, start + INSTRUCTION_DEPTH)
         total = multiply(UNITS[arch], x[:, part], weight[:, part].T, total, kind)

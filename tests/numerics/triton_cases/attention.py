@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from oracle import ieee
+from ptx_emulator.arithmetic import exp2, from_bf16, to_bf16
+from ptx_emulator.matrix import project
 from tokenspeed.kernels.operators import PAGE_SIZE
 from tokenspeed.kernels.reference import attention as reference
 from tokenspeed_kernels_aok.triton import attention
@@ -16,6 +21,7 @@ from tokenspeed_kernels_aok.triton.tiles import ATTENTION, AttentionTile, attent
 from triton_cases.support import (
     DEVICE,
     DTYPES,
+    EMULATED,
     MODEL_SIZED,
     SIZES,
     THOROUGH,
@@ -174,6 +180,53 @@ def test_rows_and_sequences_of_nobody_change_nothing_and_are_zero(whole: bool) -
         out = padded.run(whole=whole)
     assert same_bits(out[:3], call.run(whole=whole))
     assert not out[3:].any()
+
+
+if EMULATED:
+
+    @pytest.mark.parametrize("whole", [True, False])
+    @pytest.mark.parametrize("head_dim", [16, 64, 128])
+    def test_compiled_attention_has_the_bits_of_the_published_order(head_dim: int, whole: bool) -> None:
+        """The rules written out, row by row, with the matrix unit as others measured it."""
+        call = make_call([300, 40], [2, 3], heads=(2, 1, head_dim))
+        expected = torch.stack([_published(call, b, row) for b in (0, 1) for row in range((2, 3)[b])])
+        assert same_bits(call.run(whole=whole), expected)
+
+
+def _published(call: Call, b: int, row: int) -> torch.Tensor:
+    """The output of one query, [heads, D], of a call with a single kv head."""
+    arch, tile = int(EMULATED[2:]), attention_tile(EMULATED, call.q.shape[-1], 2)
+    end, length = int(call.query_starts[b + 1]), int(call.context_lens[b])
+    token = int(call.query_starts[b]) + row
+    position = length - (end - token)
+    pages = call.page_tables[b, : -(-length // PAGE_SIZE)].long()
+    k, v = (pool[pages].flatten(0, 1)[: position + 1, 0].float().numpy() for pool in (call.k_cache, call.v_cache))
+    q = call.q[token].float().numpy()
+    scale = np.float32(q.shape[-1] ** -0.5 * math.log2(math.e))
+    state = _empty(q.shape)
+    for split in range(0, position + 1, tile.split):
+        m, l, o = _empty(q.shape)  # noqa: E741
+        for block in range(split, min(split + tile.split, position + 1), tile.block_n):
+            here = slice(block, min(block + tile.block_n, split + tile.split))
+            keys, values = (np.pad(part, ((0, tile.block_n - len(part)), (0, 0))) for part in (k[here], v[here]))
+            scores = project(arch, q, keys, "bf16") * scale
+            scores[:, len(k[here]) :] = -np.inf
+            new_m = np.maximum(m, scores.max(axis=1))
+            p = exp2(scores - new_m[:, None])
+            alpha = exp2(m - new_m)
+            l = l * alpha + ieee.fold_halves(p)  # noqa: E741
+            weights = from_bf16(to_bf16(p))
+            o = project(arch, weights, np.ascontiguousarray(values.T), "bf16", o * alpha[:, None])
+            m = new_m
+        top = np.maximum(state[0], m)
+        keep, take = exp2(state[0] - top), exp2(m - top)
+        state = top, state[1] * keep + l * take, state[2] * keep[:, None] + o * take[:, None]
+    return torch.from_numpy(state[2] / state[1][:, None] + 0).bfloat16()
+
+
+def _empty(shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Maximum, mass and total of no key."""
+    return np.full(shape[0], -np.inf, np.float32), np.zeros(shape[0], np.float32), np.zeros(shape, np.float32)
 
 
 def test_a_tile_with_another_split_is_caught() -> None:
