@@ -60,7 +60,7 @@ def multiply(unit: Unit, a: Array, b: Array, c: Array, kind: str) -> Array:
 
 
 def project(arch: int, x: Array, weight: Array, kind: str, total: Array | None = None) -> Array:
-    """x [M, K] times the transpose of weight [N, K], one instruction after another along K, added to `total` or to 0."""
+    """x [M, K] times the transpose of weight [N, K], an instruction after another along K, added to `total` or to 0."""
     padding = ((0, 0), (0, -x.shape[1] % INSTRUCTION_DEPTH))
     x, weight = np.pad(x, padding), np.pad(weight, padding)
     total = np.zeros((len(x), len(weight)), np.float32) if total is None else total
