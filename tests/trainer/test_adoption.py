@@ -509,6 +509,14 @@ class TestRefusals:
         assert model.config._attn_implementation == "sdpa"
         return str(refusal.value)
 
+    def test_a_model_without_weights(self, stock: Any) -> None:
+        assert "the parameters are on the device meta" in self.refused(stock.to("meta"))
+
+    def test_a_dtype_that_is_none(self, stock: Any) -> None:
+        with pytest.raises(TypeError, match="dtype is 'bfloat16', expected one of torch's"):
+            adopt(stock, dtype="bfloat16")  # type: ignore[arg-type]
+        assert "x int8" in self.refused(stock, dtype=torch.int8)
+
     def test_unknown_modules_are_named(self, stock: Any) -> None:
         class Adapter(torch.nn.Linear):
             """As a library of adapters puts it in the place of a projection."""

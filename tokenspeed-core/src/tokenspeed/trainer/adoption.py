@@ -23,7 +23,7 @@ from tokenspeed.kernels.select import Pins, select
 from tokenspeed.kernels.spec import KernelSpec
 from tokenspeed.layers.context import LayerContext, dtype_name
 from tokenspeed.loading.update import fitting
-from tokenspeed.machine import read_machine
+from tokenspeed.machine import DEVICES, read_machine
 from tokenspeed.models.profile import ModelProfile
 from tokenspeed.models.registry import ModelRegistry, model_class
 from tokenspeed.numerics.resolve import resolve
@@ -78,6 +78,8 @@ def adopt(
         raise TypeError(
             f"{type(model).__name__} is no transformers model; adopt the one inside it, after merging adapters into it"
         )
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype is {dtype!r}, expected one of torch's, as torch.bfloat16")
     twin = _plan_twin(model, dtype, *kernels.read_options(plugins, kernel))
     planned = list(_plan_modules(model, twin))
     _check_weights(model, twin)
@@ -127,6 +129,9 @@ def _plan_twin(model: Any, dtype: torch.dtype | None, plugins: tuple[str, ...] |
     registry = KernelRegistry.from_plugins(host)
     table = _entries(type(model).__name__)
     own, device = _one(model, "dtype", table), _one(model, "device", {})
+    if device.type not in DEVICES:
+        summary = f"the parameters are on the device {device}, an engine's are on one of {', '.join(DEVICES)}"
+        raise StartRefused([Problem("adoption", summary, remedy="load the weights and move the model there first")])
     dtype = dtype or own
     resolution = resolve(
         ENVELOPE, "transformers", profiles=host.trainer_profiles(), kernels=registry, device=device.type
