@@ -15,7 +15,7 @@ from tokenspeed.layers.mla import LatentAttention, LatentShape
 from tokenspeed.layers.mlp import GatedMLP
 from tokenspeed.layers.moe import Experts, Router, Routing, SparseMoE
 from tokenspeed.layers.rope import RotaryEmbedding
-from tokenspeed.models.config import ConfigFields, DenseConfig, read_dense
+from tokenspeed.models.config import MAX_LAYERS, ConfigFields, DenseConfig, read_dense
 from tokenspeed.models.dense import DenseCausalLM
 
 LATENT_NORM_EPS = 1e-6
@@ -88,12 +88,13 @@ class FeedForward:
     @classmethod
     def read(cls, fields: ConfigFields) -> FeedForward:
         """The first `first_k_dense_replace` layers are dense; faults are left in `fields`."""
+        first_sparse = 3 if "first_k_dense_replace" not in fields.config else 0  # null: no dense layer
         fields.only("moe_layer_freq", (1,), "every layer after the dense ones has experts")
         return cls(
             read_routing(fields),
             fields.positive_int("moe_intermediate_size", 2048),
             fields.positive_int("n_shared_experts", 1),
-            frozenset(range(int(fields.config.get("first_k_dense_replace", 3) or 0))),
+            frozenset(range(fields.whole("first_k_dense_replace", first_sparse, most=MAX_LAYERS))),
         )
 
     def build(self, ctx: LayerContext, shape: DenseConfig, layer: int) -> nn.Module:

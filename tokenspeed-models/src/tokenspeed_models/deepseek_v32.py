@@ -27,8 +27,7 @@ def read_feed_forward(fields: ConfigFields, num_layers: int) -> FeedForward:
     kinds: Any = fields.config.get("mlp_layer_types")
     if kinds is None:
         return found
-    if len(kinds) != num_layers or not set(kinds) <= {"dense", "sparse"}:
-        fields.refuse("mlp_layer_types", f"expected {num_layers} entries, each dense or sparse")
+    kinds = fields.by_layer("mlp_layer_types", kinds, num_layers, ("dense", "sparse"))
     return replace(found, dense_layers=frozenset(layer for layer, kind in enumerate(kinds) if kind == "dense"))
 
 
@@ -48,14 +47,15 @@ def read_indexer_types(fields: ConfigFields, num_layers: int) -> list[str]:
     """Of each layer `full` (an indexer of its own) or `shared`: as listed, by a pattern, or every so many layers."""
     kinds: Any = fields.config.get("indexer_types")
     if kinds is None and fields.config.get("index_topk_pattern") is not None:
-        kinds = [_PATTERN.get(letter, letter) for letter in fields.config["index_topk_pattern"]]
+        kinds = [_PATTERN.get(letter, letter) for letter in str(fields.config["index_topk_pattern"])]
     if kinds is None:
-        every = max(int(fields.config.get("index_topk_freq") or 1), 1)
-        offset = fields.config.get("index_skip_topk_offset", 2)
+        every = fields.whole("index_topk_freq", 1) or 1
+        offset = fields.whole("index_skip_topk_offset", 2)
         kinds = ["shared" if max(layer - offset + 1, 0) % every else "full" for layer in range(num_layers)]
-    if len(kinds) != num_layers or not set(kinds) <= {"full", "shared"} or kinds[0] != "full":
+    found = fields.by_layer("indexer_types", kinds, num_layers, ("full", "shared"))
+    if found[0] != "full":
         fields.refuse("indexer_types", f"expected {num_layers} entries, each full or shared, the first of them full")
-    return list(kinds)
+    return found
 
 
 class DeepseekV32ForCausalLM(DenseCausalLM):

@@ -92,7 +92,7 @@ class LongcatFlashForCausalLM(DenseCausalLM):
         latent = read_latent_shape(fields)
         shape = read_dense(fields, head_dim=latent.rope_dim, max_positions=131072)
         num_experts = fields.positive_int("n_routed_experts", 512)
-        zero_experts = int(config.get("zero_expert_num") or 0)
+        zero_experts = fields.whole("zero_expert_num", 0)
         routing = Routing(
             num_experts + zero_experts,
             fields.positive_int("moe_topk", 12),

@@ -38,7 +38,9 @@ class Qwen3MoeForCausalLM(DenseCausalLM):
             fields.refuse("num_experts_per_tok", f"there are {num_experts} experts")
         intermediate = fields.positive_int("moe_intermediate_size", 768)
         step = fields.positive_int("decoder_sparse_step", 1)
-        dense_layers = set(config.get("mlp_only_layers") or ())
+        dense_layers = config.get("mlp_only_layers") or ()
+        if not isinstance(dense_layers, list | tuple):
+            fields.refuse("mlp_only_layers", "expected a list of layers")
         fields.check()
 
         rotary = RotaryEmbedding(ctx, shape.rope, shape.head_dim, shape.max_positions)

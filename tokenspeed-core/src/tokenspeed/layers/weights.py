@@ -6,14 +6,20 @@ layer at a time and packs it as soon as it is complete, so no second copy of the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from tokenspeed.errors import CheckpointError
+
 CONVERTED = frozenset({torch.float32, torch.bfloat16, torch.float16})
 """Dtypes that are converted into each other on loading."""
+
+
+MAX_ELEMENTS = 1 << 48
 
 
 @dataclass(frozen=True)
@@ -61,7 +67,9 @@ class WeightLayer(nn.Module):
 
     @staticmethod
     def new_weight(shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
-        """A parameter without memory."""
+        """A parameter without memory. Raises CheckpointError where no machine has as much."""
+        if math.prod(shape) > MAX_ELEMENTS:
+            raise CheckpointError(f"config.json: a weight of {list(shape)} is larger than the memory of any machine")
         return nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
 
     def choose_form(self, prefix: str, stored: Collection[str]) -> None:

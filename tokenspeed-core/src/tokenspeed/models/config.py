@@ -16,6 +16,12 @@ from tokenspeed.models.rope_config import read_rope
 
 _MISSING = object()
 
+MAX_SIZE = 2**31 - 1
+"""Largest size of anything: what an index of a GPU's kernels can reach."""
+
+MAX_LAYERS = 10_000
+"""Far more than any model has, and few enough to be built when a number is wrong."""
+
 
 class ConfigFields:
     """Typed access to a mapping. Faults are collected; `check` raises them together as one CheckpointError.
@@ -37,12 +43,20 @@ class ConfigFields:
         """Record that the value of `name` cannot be honoured."""
         self.faults.append(f"{name}={self.config.get(name)!r} is not supported: {reason}")
 
-    def positive_int(self, name: str, default: int | None = None) -> int:
+    def positive_int(self, name: str, default: int | None = None, *, most: int = MAX_SIZE) -> int:
         """An integer of at least 1; required unless there is a default."""
         value = self._get(name, _MISSING if default is None else default)
-        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= most:
             return value
-        return int(self._fault(name, value, "a positive integer", 1))
+        too_large = isinstance(value, int) and value > most
+        return int(self._fault(name, value, f"at most {most}" if too_large else "a positive integer", 1))
+
+    def whole(self, name: str, default: int, *, most: int = MAX_SIZE) -> int:
+        """An integer of at least 0."""
+        value = self._get(name, default)
+        if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= most:
+            return value
+        return int(self._fault(name, value, f"an integer from 0 to {most}", default))
 
     def positive_number(self, name: str, default: float | None = None) -> float:
         """A finite number above 0; required unless there is a default."""
@@ -60,6 +74,13 @@ class ConfigFields:
         """Refuse `name` unless it is absent or among the allowed values."""
         if self.config.get(name) is not None and self.config[name] not in allowed:
             self.refuse(name, f"{reason} (supported: {', '.join(map(repr, allowed))})")
+
+    def by_layer(self, name: str, given: object, num_layers: int, kinds: Sequence[str]) -> list[str]:
+        """`given` is a list with one of `kinds` for each layer; the first kind for all where it is not."""
+        if isinstance(given, list | tuple) and len(given) == num_layers and all(kind in kinds for kind in given):
+            return list(given)
+        self.refuse(name, f"expected {num_layers} entries, each {' or '.join(kinds)}")
+        return [kinds[0]] * num_layers
 
     def _get(self, name: str, default: Any) -> Any:
         value = self.config.get(name)
@@ -102,8 +123,8 @@ def read_dense(fields: ConfigFields, *, head_dim: int | None = None, max_positio
             f"hidden_size={hidden_size} is not a multiple of num_attention_heads={num_heads}, and there is no head_dim"
         )
     fields.only("hidden_act", ("silu",), "the gated MLP computes silu(gate) * up")
-    if fields.config.get("quantization_config"):
-        method = fields.config["quantization_config"].get("quant_method", "unknown")
+    if quantisation := fields.config.get("quantization_config"):
+        method = quantisation.get("quant_method", "unknown") if isinstance(quantisation, Mapping) else quantisation
         fields.faults.append(f"the checkpoint is quantised ({method}), and no installed model reads that format")
     positions = fields.positive_int("max_position_embeddings", max_positions)
     heads = fields.positive_int("head_dim", head_dim or max(hidden_size // num_heads, 1))
@@ -112,12 +133,12 @@ def read_dense(fields: ConfigFields, *, head_dim: int | None = None, max_positio
     rope = read_rope(fields, positions)
     if rope.kind == "yarn":
         # Qwen states the context before scaling in max_position_embeddings, DeepSeek the one after it.
-        positions = max(positions, int(rope.original_positions * rope.factor))
+        positions = max(positions, int(min(rope.original_positions * rope.factor, MAX_SIZE)))
     return DenseConfig(
         vocab_size=fields.positive_int("vocab_size"),
         hidden_size=hidden_size,
         intermediate_size=fields.positive_int("intermediate_size"),
-        num_layers=fields.positive_int("num_hidden_layers"),
+        num_layers=fields.positive_int("num_hidden_layers", most=MAX_LAYERS),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=heads,
@@ -134,11 +155,9 @@ def read_windows(fields: ConfigFields, num_layers: int) -> tuple[int, ...]:
     used = fields.flag("use_sliding_window", False)
     window = fields.positive_int("sliding_window", 4096) if used else 0
     if kinds is None:
-        first = fields.config.get("max_window_layers", 28)
+        first = fields.whole("max_window_layers", 28)
         return tuple(window if layer >= first else 0 for layer in range(num_layers))
-    if len(kinds) != num_layers or not set(kinds) <= {"full_attention", "sliding_attention"}:
-        fields.refuse("layer_types", f"expected {num_layers} entries, each full_attention or sliding_attention")
-        return (0,) * num_layers
+    kinds = fields.by_layer("layer_types", kinds, num_layers, ("full_attention", "sliding_attention"))
     if not used and "sliding_attention" in kinds:
         fields.refuse("layer_types", "use_sliding_window is off, so every layer must be full_attention")
     return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tokenspeed.config import EngineConfig
+from tokenspeed.errors import CheckpointError
 from tokenspeed.kernels.spec import WEIGHT_FORMAT, KernelSpec, Need
 from tokenspeed.models.profile import ModelProfile
 from tokenspeed.models.registry import model_class
@@ -72,6 +73,8 @@ def weight_format(checkpoint: Checkpoint) -> str:
     quantisation = checkpoint.config.get("quantization_config")
     if not quantisation:
         return ""
+    if not isinstance(quantisation, Mapping):
+        raise CheckpointError(f"config.json: quantization_config={quantisation!r} is not an object")
     parts = [quantisation.get("quant_method", "unknown"), quantisation.get("format", "")]
     return ":".join(part for part in parts if part)
 
