@@ -8,7 +8,7 @@ from typing import Any
 
 from tokenspeed.engine.request import PositionLogprobs, SamplingParams, TokenUpdate
 from tokenspeed.server.errors import ApiError
-from tokenspeed.server.generation import Generation, Job, Prompt, Sample
+from tokenspeed.server.generation import Generation, Job, Prompt, Sample, encoded
 from tokenspeed.server.logprobs import LogprobWriter, base64_logprobs, cut
 from tokenspeed.server.openai import ChatCompletionRequest, TokenizeRequest
 from tokenspeed.server.service import Service
@@ -83,7 +83,7 @@ class ChatCompletion:
             samples = await generation.finish()
             reply: dict[str, Any] = {
                 **self._head,
-                "choices": [self._choice(sample) for sample in samples],
+                "choices": await encoded(samples, self._choice),
                 "usage": generation.usage(),
                 "system_fingerprint": generation.fingerprint(),
             }

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from tokenspeed.engine.request import PositionLogprobs, SamplingParams, TokenUpdate
-from tokenspeed.server.generation import Generation, Job, Prompt, Sample
+from tokenspeed.server.generation import Generation, Job, Prompt, Sample, encoded
 from tokenspeed.server.logprobs import LogprobWriter, base64_logprobs, cut
 from tokenspeed.server.openai import CompletionRequest
 from tokenspeed.server.prompts import read_prompts
@@ -60,10 +60,7 @@ class Completion:
             samples = await generation.finish()
             reply: dict[str, Any] = {
                 **self._head,
-                "choices": [
-                    self._choice(sample, self._writer(), sample.whole(), is_first=True, is_whole=True)
-                    for sample in samples
-                ],
+                "choices": await encoded(samples, self._whole),
                 "usage": generation.usage(),
                 "system_fingerprint": generation.fingerprint(),
             }
@@ -92,6 +89,9 @@ class Completion:
                 yield data
             if options is not None and options.include_usage:
                 yield event({**self._head, "choices": [], "usage": generation.usage()})
+
+    def _whole(self, sample: Sample) -> dict[str, Any]:
+        return self._choice(sample, self._writer(), sample.whole(), is_first=True, is_whole=True)
 
     def _start(self, *, prompt_logprobs_once: bool) -> Generation:
         jobs = [Job(prompt, self._params, str(self._head["id"])) for prompt in self._prompts]

@@ -13,7 +13,7 @@ from tokenspeed.engine.request import PositionLogprobs, SamplingParams, TokenLog
 from tokenspeed.server.control import guard
 from tokenspeed.server.errors import ApiError, JsonResponse
 from tokenspeed.server.fields import StrictModel
-from tokenspeed.server.generation import Generation, Job, Prompt, Sample
+from tokenspeed.server.generation import Generation, Job, Prompt, Sample, encoded
 from tokenspeed.server.logprobs import base64_logprobs, json_logprob
 from tokenspeed.server.prompts import read_prompts
 from tokenspeed.server.routes import RequestId, ServiceDep, router
@@ -50,7 +50,7 @@ async def generate(body: GenerateRequest, request: Request, service: ServiceDep,
 async def _whole(service: Service, jobs: list[Job], writer: _Writer, is_list: bool) -> Response:
     with Generation(service, jobs) as generation:
         samples = await generation.finish()
-    items = [writer.item(sample, generation.started_at) for sample in samples]
+    items = await encoded(samples, lambda sample: writer.item(sample, generation.started_at))
     return JsonResponse(items if is_list else items[0])
 
 

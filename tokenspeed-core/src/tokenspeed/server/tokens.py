@@ -11,7 +11,7 @@ from pydantic import Field
 from tokenspeed.engine.request import PositionLogprobs, TokenLogprob
 from tokenspeed.server.errors import ApiError, JsonResponse
 from tokenspeed.server.fields import UNSUPPORTED, ListOf, StrictModel
-from tokenspeed.server.generation import Generation, Job, Prompt, Sample
+from tokenspeed.server.generation import Generation, Job, Prompt, Sample, encoded
 from tokenspeed.server.logprobs import LogprobWriter, base64_logprobs, cut, json_logprob
 from tokenspeed.server.openai import DEFAULT_MAX_TOKENS, SamplingFields
 from tokenspeed.server.routes import RequestId, ServiceDep, router
@@ -67,7 +67,7 @@ async def _whole(service: Service, job: Job, asked: TokenSampling) -> Response:
         samples = await generation.finish()
     content: dict[str, Any] = {
         "request_id": job.external_id,
-        "choices": [_choice(service, sample, asked, sample.token_ids, sample.logprobs) for sample in samples],
+        "choices": await encoded(samples, lambda s: _choice(service, s, asked, s.token_ids, s.logprobs)),
         "prompt_logprobs": None,
         "usage": generation.usage(),
         "system_fingerprint": generation.fingerprint(),
