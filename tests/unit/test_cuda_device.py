@@ -280,7 +280,9 @@ def test_an_engine_over_it_gives_what_one_on_a_cpu_gives() -> None:
     assert replies(Recorded(), ahead=True, decode_buckets=(Bucket(2, 6), Bucket(4, 6))) == replies(None)
 
 
-def test_settings_reach_torch_and_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_reach_torch_and_the_environment(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     matmul = torch.backends.cuda.matmul
     names = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
     before = {name: getattr(matmul, name) for name in names}, torch.get_float32_matmul_precision()
@@ -288,12 +290,14 @@ def test_settings_reach_torch_and_the_environment(monkeypatch: pytest.MonkeyPatc
     try:
         # What a trainer may have done; torch raises where some of its ways of setting this are mixed.
         torch.set_float32_matmul_precision("high")
-        apply_settings(GpuSettings("highest", {"NCCL_PROTO": "Simple"}))
+        apply_settings(GpuSettings("highest", {"NCCL_PROTO": "Simple"}, "this process used the GPU before"))
         assert [getattr(matmul, name) for name in names] == [False] * 2
         assert (matmul.allow_tf32, matmul.fp32_precision) == (False, "ieee")
         assert torch.get_float32_matmul_precision() == "highest"
         assert os.environ["NCCL_PROTO"] == "Simple"
+        assert caplog.messages == ["this process used the GPU before"]
         apply_settings(GpuSettings())
+        assert len(caplog.messages) == 1
         assert matmul.allow_tf32
         assert torch.get_float32_matmul_precision() == "high"
     finally:

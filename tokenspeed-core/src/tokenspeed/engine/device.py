@@ -7,6 +7,7 @@ overwrite what earlier work reads.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -18,6 +19,8 @@ import torch
 
 from tokenspeed.errors import ConfigError
 from tokenspeed.numerics.settings import GpuSettings
+
+_log = logging.getLogger("tokenspeed.engine")
 
 _HOST_BUFFERS = 2
 """Host sides of an arena on a GPU: one may still be copied from while the next step is written."""
@@ -222,7 +225,10 @@ def apply_settings(settings: GpuSettings) -> None:
     """Make this process compute as the envelope wants, before the engine's first product on the GPU.
 
     The environment is read by cuBLAS and NCCL when they start; `numerics.settings` checked that nothing contradicts it.
+    What that means for a process which was in use before is logged as a warning, since nobody may look at the plan.
     """
+    if settings.note:
+        _log.warning(settings.note)
     os.environ.update(settings.environment)
     # Of torch's three ways the one after which the other two can still be read; the others make some of them raise.
     torch.set_float32_matmul_precision(settings.precision)
