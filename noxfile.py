@@ -71,7 +71,7 @@ def triton_emulated(session: nox.Session) -> None:
     install(session, *ALL, extras="[dev]")
     families = ("gemm", "rows", "attention", "sampling", "engine")
     cases = [f"tests/numerics/triton_cases/{family}.py" for family in families]
-    for arch in ("sm80", "sm86", "sm89", "sm90"):
+    for arch in ("sm80", "sm86", "sm89", "sm90", "sm100"):
         environment = {"TRITON_CASES_EMULATE": arch, "TRITON_CASES_THOROUGH": "1", "OMP_NUM_THREADS": "1"}
         session.run("pytest", *(session.posargs or cases), env=environment)
 

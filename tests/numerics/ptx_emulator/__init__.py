@@ -10,6 +10,7 @@ pipelining, tensor descriptors and matrix fragments, and every address that a th
     arithmetic  what an instruction computes for each thread
     memory      global and shared memory, asynchronous copies
     matrix      fragments: ldmatrix, stmatrix, mma.sync, wgmma
+    tensor_memory  where tcgen05 computes
     driver      what Triton asks of a device
 
 It refuses an instruction that it does not know, an address outside every tensor, a misaligned one, a barrier that not

@@ -5,11 +5,12 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from ptx_emulator.machine import DTYPES, WARP, Array, Fault, Machine, Source, Step
+from ptx_emulator.machine import DTYPES, WARP, Array, Fault, Machine, Step
 from ptx_emulator.operands import Operands, lanes, vector
 from ptx_emulator.program import Instruction
 
@@ -216,8 +217,8 @@ def build(instruction: Instruction, operands: Operands) -> Step | None:
         return lambda m: write(m, np.where(chooser(m), yes(m), no(m)))
     if match := re.fullmatch(r"cvt\.rn\.(bf16|f16)x2\.f32", opcode):
         return _pack_pair(match.group(1), texts, operands)
-    if match := re.fullmatch(r"mul\.rn\.(bf16|f16)x2", opcode):
-        return _multiply_pairs(match.group(1), texts, operands)
+    if match := re.fullmatch(r"(add|sub|mul|fma)\.rn\.(bf16|f16|f32)x2", opcode):
+        return _of_pairs(*match.groups(), texts, operands)
     if opcode == "bar.warp.sync":
         return lambda m: whole_warps(m, opcode)
     if opcode.startswith(("shfl.sync", "redux.sync", "elect.sync")):
@@ -228,9 +229,15 @@ def build(instruction: Instruction, operands: Operands) -> Step | None:
         function, kinds = found
     else:
         return None
+    if re.fullmatch(r"(min|max)\.f32", opcode) and len(texts) == 4:
+        function, kinds = partial(_of_three, function), ["f32"] * 3
     write = operands.writer(texts[0])
     sources = [operands.source(text, kind) for text, kind in zip(texts[1:], kinds, strict=True)]
     return lambda m: write(m, function(*(np.asarray(source(m)) for source in sources)))
+
+
+def _of_three(pick: Callable[[Array, Array], Array], a: Array, b: Array, c: Array) -> Array:
+    return pick(pick(a, b), c)
 
 
 def _move(kind: str, texts: tuple[str, ...], operands: Operands) -> Step:
@@ -289,15 +296,20 @@ def _pack_pair(kind: str, texts: tuple[str, ...], operands: Operands) -> Step:
     return lambda m: write(m, (narrow(high(m)).astype(np.uint32) << np.uint32(16)) | narrow(low(m)))
 
 
-def _multiply_pairs(kind: str, texts: tuple[str, ...], operands: Operands) -> Step:
-    write, a, b = operands.writer(texts[0]), *(operands.source(text, "u32") for text in texts[1:])
+def _of_pairs(name: str, kind: str, texts: tuple[str, ...], operands: Operands) -> Step:
+    """The same for both halves of a register."""
+    found = _function(f"{name}.rn.{kind}")
+    assert found is not None
+    function, kinds = found
+    whole, half = f"u{2 * int(kind.lstrip('bf'))}", DTYPES[kind]
+    write, sources = operands.writer(texts[0]), [operands.source(text, whole) for text in texts[1:]]
+    assert len(sources) == len(kinds)
 
-    def halves(m: Machine, source: Source) -> Array:
-        return lanes(m, source(m), "u32").copy().view(np.uint16)
+    def act(m: Machine) -> None:
+        halves = (lanes(m, source(m), whole).copy().view(half) for source in sources)
+        write(m, np.ascontiguousarray(function(*halves)).view(DTYPES[whole]))
 
-    if kind == "bf16":
-        return lambda m: write(m, to_bf16(from_bf16(halves(m, a)) * from_bf16(halves(m, b))).view(np.uint32))
-    return lambda m: write(m, (halves(m, a).view(np.float16) * halves(m, b).view(np.float16)).view(np.uint32))
+    return act
 
 
 def whole_warps(m: Machine, opcode: str) -> None:
@@ -328,7 +340,7 @@ def _across_lanes(opcode: str, texts: tuple[str, ...], operands: Operands) -> St
     value = operands.source(texts[1], kind)
     if opcode.startswith("redux"):
         write = operands.writer(texts[0])
-        reduce = {"add": np.add, "min": np.minimum, "max": np.maximum}[opcode.split(".")[2]].reduce
+        reduce = {"add": np.add, "min": np.fmin, "max": np.fmax}[opcode.split(".")[2]].reduce
 
         def redux(m: Machine) -> None:
             check(m)

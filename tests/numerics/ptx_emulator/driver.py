@@ -16,10 +16,10 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from ptx_emulator import arithmetic, matrix, memory
+from ptx_emulator import arithmetic, matrix, memory, tensor_memory
 from ptx_emulator.machine import Block, Launch, Machine, Source, Step, run
 from ptx_emulator.operands import Operands
-from ptx_emulator.program import Instruction, Program, parse
+from ptx_emulator.program import BARRIERS, Instruction, Program, parse
 from tokenspeed_kernels_aok.triton import launch
 
 TOGETHER = 4096
@@ -28,7 +28,7 @@ TOGETHER = 4096
 MULTIPROCESSORS = 3
 """Of the emulated GPU; few, so that persistent kernels go round."""
 
-SHARED_LIMIT = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448}
+SHARED_LIMIT = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448}
 """Bytes of shared memory of a block, by architecture."""
 
 _NUMBERS = itertools.count(1000)
@@ -48,7 +48,7 @@ def _block(instructions: list[Instruction], program: Program, operands: Operands
     steps = tuple(_step(instruction, operands) for instruction in body if instruction is not None)
     if last is None:
         return Block(steps)
-    if last.opcode.startswith("bar.sync"):
+    if last.opcode in BARRIERS:
         if last.operands != ("0",) or last.guard:
             raise NotImplementedError(f"{last}")
         return Block(steps, is_barrier=True)
@@ -64,7 +64,7 @@ def _guard(instruction: Instruction, operands: Operands) -> Source | None:
 
 
 def _step(instruction: Instruction, operands: Operands) -> Step:
-    for module in (arithmetic, memory, matrix):
+    for module in (arithmetic, memory, matrix, tensor_memory):
         step = module.build(instruction, operands)
         if step is not None:
             break
@@ -107,7 +107,7 @@ class EmulatedLauncher:
             tuple(params),
             memory.GlobalMemory(allocations),
         )
-        alone = any(opcode.startswith(("cp.async", "mbarrier", "wgmma")) for opcode in program.opcodes())
+        alone = any(opcode.startswith(("cp.async", "mbarrier", "wgmma", "tcgen05")) for opcode in program.opcodes())
         together = 1 if alone else max(TOGETHER // described.threads, 1)
         count = x * y * z
         with np.errstate(all="ignore"):

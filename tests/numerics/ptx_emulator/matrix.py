@@ -35,8 +35,8 @@ class Unit:
     depth: int
 
 
-UNITS = {80: Unit(24, 8), 86: Unit(24, 8), 89: Unit(24, 8), 90: Unit(25, 16)}
-"""By architecture: Ampere, Ada, Hopper."""
+UNITS = {80: Unit(24, 8), 86: Unit(24, 8), 89: Unit(24, 8), 90: Unit(25, 16), 100: Unit(25, 16)}
+"""By architecture: Ampere, Ada, Hopper, Blackwell."""
 
 INSTRUCTION_DEPTH = 16
 """Elements of K that one instruction for 16-bit operands takes."""
@@ -85,7 +85,8 @@ def _multiply_add(bits: int, a: Array, b: Array, c: Array, kind: str) -> Array:
     return np.where(np.isfinite(plain), cut, plain.astype(np.float32))
 
 
-def _widen(bits: Array, kind: str) -> Array:
+def widen(bits: Array, kind: str) -> Array:
+    """16 bits of `kind` to binary32."""
     return from_bf16(bits) if kind == "bf16" else bits.view(np.float16).astype(np.float32)
 
 
@@ -156,12 +157,12 @@ def _mma(kind: str, texts: tuple[str, ...], operands: Operands) -> Step:
     def act(m: Machine) -> None:
         whole_warps(m, "mma")
         warps = m.count // WARP
-        held = _widen(_halves(m, a_parts), kind).reshape(warps, WARP, 4, 2)
+        held = widen(_halves(m, a_parts), kind).reshape(warps, WARP, 4, 2)
         a, b = np.empty((warps, 16, 16), np.float32), np.empty((warps, 16, 8), np.float32)
         for register in range(4):
             for half in (0, 1):
                 a[:, _GROUP + 8 * (register % 2), _PAIR + half + 8 * (register // 2)] = held[:, :, register, half]
-        held = _widen(_halves(m, b_parts), kind).reshape(warps, WARP, 2, 2)
+        held = widen(_halves(m, b_parts), kind).reshape(warps, WARP, 2, 2)
         for register in range(2):
             for half in (0, 1):
                 b[:, _PAIR + half + 8 * register, _GROUP] = held[:, :, register, half]
@@ -221,7 +222,7 @@ def _wgmma(n: int, kind: str, texts: tuple[str, ...], operands: Operands) -> Ste
             raise Fault("wgmma without all threads of a group of warps")
         teams = m.count // WARP_GROUP
         if a_descriptor is None:
-            held = _widen(_halves(m, a_parts), kind).reshape(teams, WARP_GROUP, 4, 2)
+            held = widen(_halves(m, a_parts), kind).reshape(teams, WARP_GROUP, 4, 2)
             a = np.empty((teams, 64, 16), np.float32)
             for register in range(4):
                 for half in (0, 1):
@@ -241,36 +242,36 @@ def _wgmma(n: int, kind: str, texts: tuple[str, ...], operands: Operands) -> Ste
 
 
 def _described(m: Machine, source: Any, extent: int, transposed: bool, kind: str) -> Array:
-    """[teams, extent, 16] of the operand that each group's matrix descriptor describes (PTX ISA, "Matrix descriptor").
+    """[teams, extent, 16] of the operand that each group of warps describes."""
+    words = lanes(m, source(m), "u64").reshape(-1, WARP_GROUP)
+    if (words != words[:, :1]).any():
+        raise Fault("threads of a group give different matrix descriptors")
+    blocks = m.block[::WARP_GROUP]
+    parts = zip(blocks.tolist(), words[:, 0].tolist(), strict=True)
+    return np.stack([described(m, block, word, extent, transposed, kind) for block, word in parts])
+
+
+def described(m: Machine, block: int, word: int, extent: int, transposed: bool, kind: str) -> Array:
+    """[extent, 16] of the operand in shared memory that a matrix descriptor describes (PTX ISA, "Matrix descriptor").
 
     K-major (not transposed): rows of K, `extent` of them, in atoms of 8 rows. Else K counts the rows of the atoms.
     """
-    descriptors = lanes(m, source(m), "u64").reshape(-1, WARP_GROUP)
-    if (descriptors != descriptors[:, :1]).any():
-        raise Fault("threads of a group give different matrix descriptors")
-    out = np.empty((len(descriptors), extent, 16), np.float32)
-    for team, word in enumerate(int(value) for value in descriptors[:, 0]):
-        start, leading, stride = ((word >> shift & 0x3FFF) << 4 for shift in (0, 16, 32))
-        swizzle = {0: 0, 1: 3, 2: 2, 3: 1}[word >> 62]
-        if word >> 49 & 7:
-            raise Fault("a matrix descriptor with a base offset")
-        i, k = np.arange(extent)[:, None], np.arange(16)[None, :]
-        width = 16 << swizzle  # bytes of a row of an atom
-        if not transposed:
-            byte = 2 * k
-            offset = (
-                i // 8 * stride + i % 8 * width + byte
-                if swizzle
-                else (i // 8 * stride + byte // 16 * leading + i % 8 * 16 + byte % 16)
-            )
-        else:
-            byte = 2 * i
-            offset = byte // width * leading + k // 8 * stride + k % 8 * width + byte % width
-        address = swizzled(start + offset, swizzle)
-        block = team * WARP_GROUP // m.launch.threads
-        shared = m.shared[block]
-        if int(address.max()) + 2 > len(shared):
-            raise Fault("a matrix descriptor outside of shared memory")
-        races(m).read(block * len(shared) // 2 + address // 2, m.phase[block], -1)
-        out[team] = _widen(np.ascontiguousarray(shared.view(np.uint16)[address // 2]), kind)
-    return out
+    start, leading, stride = ((word >> shift & 0x3FFF) << 4 for shift in (0, 16, 32))
+    swizzle = {0: 0, 1: 3, 2: 2, 3: 1}[word >> 62]
+    if word >> 49 & 7:
+        raise Fault("a matrix descriptor with a base offset")
+    i, k = np.arange(extent)[:, None], np.arange(16)[None, :]
+    width = 16 << swizzle  # bytes of a row of an atom
+    if transposed:
+        byte = 2 * i
+        offset = byte // width * leading + k // 8 * stride + k % 8 * width + byte % width
+    elif swizzle:
+        offset = i // 8 * stride + i % 8 * width + 2 * k
+    else:
+        offset = i // 8 * stride + 2 * k // 16 * leading + i % 8 * 16 + 2 * k % 16
+    address = swizzled(start + offset, swizzle)
+    shared = m.shared[block]
+    if int(address.max()) + 2 > len(shared):
+        raise Fault("a matrix descriptor outside of shared memory")
+    races(m).read(block * len(shared) // 2 + address // 2, m.phase[block], -1)
+    return widen(np.ascontiguousarray(shared.view(np.uint16)[address // 2]), kind)

@@ -291,7 +291,7 @@ def _tensor_copy(texts: tuple[str, ...], operands: Operands) -> Step:
             shared[at + swizzled(offsets, tensor.swizzle)[:, None] + np.arange(size)] = box.reshape(-1, 1).view(
                 np.uint8
             )
-            _barrier_at(m, thread, int(lanes(m, barrier(m), "u64")[thread])).complete(box.size * size)
+            barrier_at(m, thread, int(lanes(m, barrier(m), "u64")[thread])).complete(box.size * size)
 
     return copy
 
@@ -320,7 +320,8 @@ class Barrier:
             self.missing, self.phase = self.count, self.phase ^ 1
 
 
-def _barrier_at(m: Machine, thread: int, address: int) -> Barrier:
+def barrier_at(m: Machine, thread: int, address: int) -> Barrier:
+    """The mbarrier at an address of shared memory of a thread's block."""
     try:
         barrier: Barrier = m.asynchronous["mbarrier", int(m.block[thread]), address]
     except KeyError:
@@ -344,9 +345,9 @@ def _barrier(opcode: str, texts: tuple[str, ...], operands: Operands) -> Step:
             elif action == "inval":
                 del m.asynchronous[key]
             elif action == "arrive":
-                _barrier_at(m, thread, key[2]).arrive(int(argument[thread]))
+                barrier_at(m, thread, key[2]).arrive(int(argument[thread]))
             else:
-                done[thread] = _barrier_at(m, thread, key[2]).phase != argument[thread] & 1
+                done[thread] = barrier_at(m, thread, key[2]).phase != argument[thread] & 1
         if write is not None:
             write(m, done)
 

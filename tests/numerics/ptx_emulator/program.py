@@ -11,7 +11,8 @@ _LABEL = re.compile(r"([\w$]+):")
 _INSTRUCTION = re.compile(r"(?:@(!?)(%?\w+)\s+)?([a-z][\w.:]*)\s*(.*);")
 
 _DEBUG_LABEL = "$L__tmp"
-_ENDS_BLOCK = ("bra", "ret", "bar.sync")
+BARRIERS = ("bar.sync", "barrier.sync")
+_ENDS_BLOCK = ("bra", "bra.uni", "ret", *BARRIERS)
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Instruction:
     @property
     def ends_block(self) -> bool:
         """Threads may part, end or wait here."""
-        return self.opcode.startswith(_ENDS_BLOCK)
+        return self.opcode in _ENDS_BLOCK
 
 
 @dataclass
