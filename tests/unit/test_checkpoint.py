@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer as Backend
+from tokenizers.models import WordLevel
 
 from tokenspeed.errors import CheckpointError
 from tokenspeed.layers.context import LayerContext
@@ -20,6 +22,7 @@ from tokenspeed.loading.checkpoint import Checkpoint
 from tokenspeed.loading.weight_file import WeightFile
 from tokenspeed.models.base import CausalLM
 from tokenspeed.testing.models import bind_kernels
+from tokenspeed.tokenizer import Tokenizer
 from tokenspeed_models.qwen3 import Qwen3ForCausalLM
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -160,6 +163,32 @@ def shard(folder: Path) -> dict[str, str]:
         save_file({name: tensors[name] for name in names if files[name] == file}, folder / file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
     return files
+
+
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "model.safetensors.index.json", "generation_config.json", "config.json"]
+)
+def test_a_link_that_leads_nowhere_is_no_missing_file(folder: Path, name: str) -> None:
+    """As in a cache whose contents were removed: without the file the model would be another one, in silence."""
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to("../blobs/4f2a")
+
+    def read_everything() -> None:
+        checkpoint = Checkpoint(folder)
+        checkpoint.load(build(checkpoint))
+        assert checkpoint.eos_token_ids
+
+    with pytest.raises(CheckpointError, match=f"{name} .*No such file or directory"):
+        read_everything()
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"])
+def test_a_link_of_a_tokenizer_that_leads_nowhere(folder: Path, name: str) -> None:
+    Backend(WordLevel({"a": 0}, "a")).save(str(folder / "tokenizer.json"))
+    assert Tokenizer.from_directory(folder).chat_template is None
+    (folder / name).symlink_to("../blobs/4f2a")
+    with pytest.raises(CheckpointError, match=rf"{name} cannot be read: .* \(it is a link to \.\./blobs/4f2a\)"):
+        Tokenizer.from_directory(folder)
 
 
 def test_shards_that_split_a_merged_weight(folder: Path) -> None:

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as _Tokenizer
 
 from tokenspeed.detokenize import Detokenizer, PieceTable
 from tokenspeed.errors import CheckpointError, RequestError
-from tokenspeed.loading.json_file import read_json_if_any, read_text
+from tokenspeed.loading.json_file import is_listed, read_json_if_any, read_text
 
 __all__ = ["Detokenizer", "Tokenizer"]
 
@@ -120,7 +120,7 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
 def _chat_template(directory: Path, config: dict[str, Any]) -> str | None:
     """`chat_template.jinja`, else tokenizer_config.json's `chat_template` (of several, the one named `default`)."""
     path = directory / "chat_template.jinja"
-    if path.is_file():
+    if is_listed(path):
         return read_text(path)
     template = config.get("chat_template")
     if isinstance(template, list):

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from tokenspeed.errors import CheckpointError
-from tokenspeed.loading.json_file import read_json, read_json_if_any
+from tokenspeed.loading.json_file import is_listed, read_json, read_json_if_any
 from tokenspeed.loading.weight_file import STORED_DTYPES, WEIGHT_DTYPES, StoredTensor, WeightFile
 from tokenspeed.models.base import CausalLM
 
@@ -176,7 +176,7 @@ class Checkpoint:
     def _weight_files(self) -> list[Path]:
         index = self.folder / "model.safetensors.index.json"
         single = self.folder / "model.safetensors"
-        if index.exists():
+        if is_listed(index):
             weight_map = read_json(index).get("weight_map")
             if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
                 raise CheckpointError(f"{index}: weight_map should map each tensor to a file")
@@ -184,7 +184,7 @@ class Checkpoint:
             if absent := [path.name for path in files if not path.is_file() or path.parent != self.folder]:
                 raise CheckpointError(f"{index} names files that are not here: {', '.join(absent)}")
             return files
-        if single.exists():
+        if is_listed(single):
             return [single]
         pickled = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in self.folder.glob(pattern))
         if pickled:

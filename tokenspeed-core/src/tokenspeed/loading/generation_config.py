@@ -11,7 +11,7 @@ from pathlib import Path
 from tokenspeed.engine.request import SamplingParams
 from tokenspeed.engine.validation import Limits, validate_params
 from tokenspeed.errors import CheckpointError, RequestError
-from tokenspeed.loading.json_file import read_json
+from tokenspeed.loading.json_file import is_listed, read_json
 
 FILE = "generation_config.json"
 
@@ -37,7 +37,7 @@ OPENAI_DEFAULTS = SamplingDefaults()
 def sampling_defaults(folder: Path, generation_config: str) -> SamplingDefaults:
     """The defaults of a checkpoint under `--generation-config auto` or `none`. CheckpointError for a wrong value."""
     path = folder / FILE
-    if generation_config == "none" or not path.is_file():
+    if generation_config == "none" or not is_listed(path):
         return OPENAI_DEFAULTS
     found = read_json(path)
     values: dict[str, float | int] = {}

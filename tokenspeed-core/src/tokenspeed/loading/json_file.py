@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 from tokenspeed.errors import CheckpointError
+
+
+def is_listed(path: Path) -> bool:
+    """Whether the folder has an entry of that name. One that leads nowhere, as into a cache that was cleaned, is there
+    and cannot be read: a file that was left out by mistake must not pass for one that never was."""
+    return os.path.lexists(path)
 
 
 def read_text(path: Path) -> str:
@@ -14,7 +21,8 @@ def read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+        where = f" (it is a link to {os.readlink(path)})" if path.is_symlink() else ""
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}{where}") from error
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{path} is not UTF-8: {error}") from error
 
@@ -32,4 +40,4 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def read_json_if_any(path: Path) -> dict[str, Any]:
     """`read_json`, or an empty object where there is no such file."""
-    return read_json(path) if path.exists() else {}
+    return read_json(path) if is_listed(path) else {}

@@ -17,6 +17,7 @@ import torch
 
 from tokenspeed.errors import CheckpointError
 from tokenspeed.loading.checkpoint import Checkpoint, Filling, listed
+from tokenspeed.loading.json_file import is_listed
 from tokenspeed.loading.weight_file import STORED_DTYPES
 from tokenspeed.models.base import CausalLM
 from tokenspeed.numerics.weights import TensorDigest, WeightsDigest, tensor_digest, version_of
@@ -70,7 +71,7 @@ class WeightStaging:
     def _from_folder(self, folder: Path) -> StagedWeights:
         if not folder.is_dir():
             raise CheckpointError(f"{folder} is no folder on the machine of the engine")
-        if (folder / "config.json").exists():
+        if is_listed(folder / "config.json"):
             architecture = Checkpoint(folder).architecture
             if architecture != self._checkpoint.architecture:
                 raise CheckpointError(
