@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
+import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,9 +63,12 @@ def print_json(value: Any) -> None:
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Standard output (or error) as a rich console."""
+    """Standard output (or error) as a rich console. What its encoding cannot spell is shown as `?`, no error."""
     from rich.console import Console
 
+    stream = sys.stderr if stderr else sys.stdout
+    if isinstance(stream, io.TextIOWrapper):
+        stream.reconfigure(errors="replace")
     plain = Console(width=PLAIN_WIDTH, stderr=stderr)
     return Console(stderr=stderr) if plain.is_terminal else plain
 
