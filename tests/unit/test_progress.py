@@ -12,6 +12,7 @@ from rich.console import Console
 from tokenspeed.cli import progress
 from tokenspeed.cli.progress import Counting, Doing, StartProgress, Waiting, counted, loading
 from tokenspeed.cli.verify_display import VerifyDisplay
+from tokenspeed.progress import request_progress
 from tokenspeed.verify.harness import judge
 from tokenspeed.verify.scenario import Trial
 
@@ -56,6 +57,13 @@ def a_library() -> None:
         time.sleep(0.1)
 
 
+def many_prompts() -> None:
+    with request_progress(9, True) as advance:
+        advance(50, 0)
+        advance(50, 3)
+        time.sleep(0.1)
+
+
 def a_verification() -> None:
     def trials() -> Iterator[Trial]:
         time.sleep(0.1)
@@ -74,6 +82,7 @@ def a_verification() -> None:
         (a_start, "loading weights: 25%"),
         (a_served_start, "loading weights: 75%"),
         (a_library, "loading the model"),
+        (many_prompts, "prompts: 3 of 9"),
         (a_verification, "chunks: whole = chunks, 0 replies so far"),
     ],
 )

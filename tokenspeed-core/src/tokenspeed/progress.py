@@ -24,9 +24,18 @@ def is_wanted(choice: bool | None) -> bool:
 
 @contextmanager
 def request_progress(total: int, choice: bool | None = None) -> Iterator[Advance]:
-    """`advance(tokens, prompts)` after each update; the bar appears once the job has taken a second."""
+    """`advance(tokens, prompts)` after each update; the bar appears once the job has taken a second.
+
+    Who wants it without a terminal gets a plain line now and then.
+    """
     if not is_wanted(choice):
         yield lambda _tokens, _prompts: None
+        return
+    if not sys.stderr.isatty():
+        from tokenspeed.cli.progress import Counting
+
+        with Counting("prompts", total) as counting:
+            yield lambda _tokens, prompts: counting.advance(prompts)
         return
     bars = _progress()
     started = time.monotonic()

@@ -92,9 +92,9 @@ class Counting(Shown):
         else:
             self._live = Heartbeat(what)
 
-    def advance(self) -> None:
-        """One more has been done."""
-        self.reach(self._done + 1)
+    def advance(self, count: int = 1) -> None:
+        """So many more have been done."""
+        self.reach(self._done + count)
 
     def reach(self, done: int, _total: int = 0) -> None:
         """So many have been done."""
