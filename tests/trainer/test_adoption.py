@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from tokenspeed import LLM
@@ -675,6 +676,20 @@ def test_second_derivatives_of_logprobs() -> None:
     plain = second(lambda logits: torch.log_softmax(logits / 0.7, -1).gather(-1, IDS.unsqueeze(-1)))
     assert plain.abs().max() > 0.1
     torch.testing.assert_close(found, plain)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # by torch's own import
+def test_forward_mode_derivatives_are_refused(make_folder: MakeFolder, load_trainer: Load) -> None:
+    """torch would take them for zero."""
+    model = load_trainer(make_folder("Llama", torch.float32)).eval()
+    adopt(model)
+    embeds = model.get_input_embeddings()(torch.tensor([[5, 6, 7]])).detach()
+    logprobs(LOGITS, IDS)
+    with forward_ad.dual_level():
+        with pytest.raises(NotImplementedError, match="not by forward-mode differentiation"):
+            logprobs(forward_ad.make_dual(LOGITS, LOGITS), IDS)
+        with pytest.raises(NotImplementedError, match="not by forward-mode differentiation"):
+            model(inputs_embeds=forward_ad.make_dual(embeds, embeds))
 
 
 def test_plugins_are_read_as_the_engine_reads_them() -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.library import custom_op
 
 if TYPE_CHECKING:
@@ -18,9 +19,33 @@ if TYPE_CHECKING:
 Function = Callable[..., Any]
 
 
+class Operator:
+    """An operator of `torch.library`, as a function. It has no forward-mode derivative, and refuses to pass for one
+    whose derivative is zero."""
+
+    def __init__(self, defined: CustomOpDef) -> None:
+        self._defined = defined
+        self.register_autograd = defined.register_autograd
+
+    def __call__(self, *inputs: Any) -> Any:
+        if not torch.compiler.is_compiling() and any(map(_has_tangent, inputs)):
+            raise NotImplementedError(
+                "the operators of an adopted model and `logprobs` have gradients by backward passes only, not by "
+                "forward-mode differentiation (torch.func.jvp, jacfwd)"
+            )
+        return self._defined(*inputs)
+
+
+def _has_tangent(value: object) -> bool:
+    if not isinstance(value, torch.Tensor):
+        return False
+    tangent: torch.Tensor | None = forward_ad.unpack_dual(value).tangent  # type: ignore[no-untyped-call]
+    return tangent is not None
+
+
 def operator(
     name: str, *, fake: Function, backward: Function | None = None, of: tuple[str, ...] = ()
-) -> Callable[[Function], CustomOpDef]:
+) -> Callable[[Function], Operator]:
     """Register the decorated function, which changes none of its arguments, as the operator `name`.
 
     `fake` returns empty outputs. `backward` returns the gradients of the arguments `of`, in that order; its first
@@ -28,14 +53,14 @@ def operator(
     operator, and a backward pass keeps no others. Raises TypeError where one names no argument.
     """
 
-    def register(function: Function) -> CustomOpDef:
+    def register(function: Function) -> Operator:
         arguments = tuple(inspect.signature(function).parameters)
         defined = custom_op(name, mutates_args=())(function)
         fake_reads = _reads(fake, arguments)
         defined.register_fake(lambda *inputs: fake(**_chosen(fake_reads, arguments, inputs)))
         if backward is not None:
             _register_backward(defined, arguments, backward, of)
-        return defined
+        return Operator(defined)
 
     return register
 
