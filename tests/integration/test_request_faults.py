@@ -348,6 +348,11 @@ def test_content_parts_and_continuing_an_answer(http: httpx.Client) -> None:
     assert http.post("/v1/chat/completions", json=body).json()["prompt_text"].endswith("The answer")
 
 
+def test_more_tokens_than_a_context_holds_are_not_decoded(http: httpx.Client) -> None:
+    assert http.post("/detokenize", json={"tokens": [5] * 512}).status_code == 200
+    assert "512" in refused(http.post("/detokenize", json={"tokens": [5] * 513}))["message"]
+
+
 def test_tokens_go_there_and_back(http: httpx.Client) -> None:
     text = "def äöü 🎉 tokens"
     found = http.post("/tokenize", json={"prompt": text, "return_token_strs": True}).json()

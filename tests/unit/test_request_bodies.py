@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ from pydantic import ValidationError
 from tokenspeed.server import app  # noqa: F401 - every body is defined once the application is
 from tokenspeed.server.errors import ApiError
 from tokenspeed.server.fields import StrictModel
+from tokenspeed.server.openai import CompletionRequest
 
 MANY = 5000
 ITEMS: list[Any] = [0.5, -1, "a", None, True, [], {}, {"n": "x", "temperature": "x"}]
@@ -45,3 +47,19 @@ def errors(body: type[StrictModel], content: dict[str, Any]) -> int:
 
 def test_there_are_bodies() -> None:
     assert {"CompletionRequest", "ChatCompletionRequest", "GenerateRequest"} <= {body.__name__ for body in bodies()}
+
+
+def test_a_long_name_of_an_unknown_field_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search for a near name indexes every character of it."""
+    heard: list[int] = []
+    search = difflib.get_close_matches
+
+    def near(word: str, *rest: Any, **more: Any) -> list[str]:
+        heard.append(len(word))
+        return search(word, *rest, **more)
+
+    monkeypatch.setattr(difflib, "get_close_matches", near)
+    with pytest.raises(ApiError) as refusal:
+        CompletionRequest.model_validate({"prompt": "x", "temprature" + "x" * 10**6: 1})
+    assert heard == [64]
+    assert len(refusal.value.detail) < 200

@@ -51,6 +51,8 @@ async def tokenize(body: TokenizeRequest, service: ServiceDep) -> Response:
 async def detokenize(body: DetokenizeRequest, service: ServiceDep) -> Response:
     """The text of token ids, under both of the names that clients read."""
     service.check_model(body.model)
+    if len(body.tokens) > (most := service.limits.max_model_len):
+        raise ApiError(400, f"tokens: {len(body.tokens)} are more than a context holds ({most})", param="tokens")
     for token in body.tokens:
         if not 0 <= token < service.limits.vocab_size:
             message = f"tokens: token id {token} is not in the vocabulary (0 to {service.limits.vocab_size - 1})"

@@ -20,6 +20,7 @@ ListOf = Annotated[list[T], Field(fail_fast=True)]
 """A list that is refused at its first wrong item. Otherwise every one of a million becomes an error of its own, and a
 body of 32 MB takes all the memory of the machine."""
 
+_MAX_NAME = 64
 _NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 
 UnitInterval = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
@@ -50,9 +51,10 @@ class StrictModel(BaseModel):
                 raise ApiError(400, f"`{name}` is not supported by this server", param=name, reason="unsupported_field")
 
     def _unknown(self, name: str) -> ApiError:
+        name = name[:_MAX_NAME]  # the search for a near one takes the square of a name's length
         close = difflib.get_close_matches(name, [*type(self).model_fields, *self.ignored, *self.unsupported], n=1)
         hint = f"; did you mean `{close[0]}`?" if close else ""
-        return ApiError(400, f"unknown field `{name[:64]}`{hint}", param=name[:64], reason="unknown_field")
+        return ApiError(400, f"unknown field `{name}`{hint}", param=name, reason="unknown_field")
 
 
 IGNORED = frozenset(
