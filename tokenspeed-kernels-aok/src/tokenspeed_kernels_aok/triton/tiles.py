@@ -10,7 +10,8 @@ How the instruction is held fixed:
 - sm80, sm86, sm89: `mma.sync` m16n8k16 is the only bf16 shape that Triton emits, whatever the tile and the warps.
 - sm90: the N of `wgmma` m64nNk16 follows the tile. That all N add alike was measured by others (arXiv:2511.10909) and
   is said by no vendor. A tile is therefore cut into panels of 64 columns, each with an accumulator and a `tl.dot` of
-  its own: m64n64k16 always. The 64 rows of the smallest tile are cheap for decode, where memory is the limit.
+  its own: m64n64k16 always. The 64 rows of the smallest tile are cheap for decode, where memory is the limit; narrower
+  tiles would keep more multiprocessors busy there, and wait for a GPU that shows that they add alike.
 - sm100: the same with `tcgen05.mma` at M = 128, N = 64, K = 16.
 - gfx942: `v_mfma_f32_32x32x8`, which Triton picks for both tiles. Compiled only: no kernel spec offers it, since nobody
   has run it.
