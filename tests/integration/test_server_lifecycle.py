@@ -99,11 +99,13 @@ def test_the_start_says_what_it_does_and_where_it_listens(server: Any) -> None:
         "starting the engine process",
         "importing torch",
         "loading weights",
+        "preparing the HTTP server",
         "numerics",
         f"serving on {server.url}",
     ]
     positions = [output.index(stage) for stage in stages]
     assert positions == sorted(positions)
+    assert output.count("loading tokenizer") == 1
 
 
 def test_keys_guard_what_they_should_and_limits_hold(start_server: Any) -> None:

@@ -53,7 +53,7 @@ def serve(config: EngineConfig) -> None:
         process = EngineProcess.launch(config, build_engine)
         try:
             info = process.wait_ready(progress)
-            progress("loading tokenizer", 0, 0)
+            progress("preparing the HTTP server", 0, 0)
             service = make_service(config, process, info, is_loopback=listener.is_loopback)
             listener.listen()
         except BaseException:
