@@ -1,7 +1,7 @@
 """The conformance kit on every Triton kernel, as `tokenspeed kernels verify` runs it.
 
 For a GPU. Interpreted or emulated, a kernel is taken for one of the CPU and very little is tried. Emulated, that takes
-minutes for most kernels and an hour for projections and attention; interpreted, hours: name those that you mean with `-k`.
+minutes for most kernels and an hour for projections and attention; interpreted, hours: name what you mean with `-k`.
 """
 
 from __future__ import annotations
