@@ -5,13 +5,16 @@ choice: `kernel[grid](...)` specialises, compiles and launches as it does on a m
 of the CPU. So it sees what the interpreter cannot: specialisation, layouts, reductions over lanes and warps,
 pipelining, tensor descriptors and matrix fragments, and every address that a thread touches.
 
-    program     PTX text to instructions and basic blocks
-    machine     threads, registers, divergence and barriers
-    arithmetic  what an instruction computes for each thread
-    memory      global and shared memory, asynchronous copies
-    matrix      fragments: ldmatrix, stmatrix, mma.sync, wgmma
+    program        PTX text to instructions and basic blocks
+    operands       what an operand stands for
+    machine        threads, registers, divergence and barriers
+    arithmetic     what an instruction computes for each thread
+    warps          what the threads of a warp tell each other
+    memory         parameters, global and shared memory
+    copies         copies on the side, and their barriers
+    matrix         fragments: ldmatrix, stmatrix, mma.sync, wgmma
     tensor_memory  where tcgen05 computes
-    driver      what Triton asks of a device
+    driver         what Triton asks of a device
 
 It refuses an instruction that it does not know, an address outside every tensor, a misaligned one, a barrier that not
 all threads reach, and shared memory that two warps use between the same barriers unless both only read.

@@ -16,7 +16,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from ptx_emulator import arithmetic, matrix, memory, tensor_memory
+from ptx_emulator import arithmetic, copies, matrix, memory, tensor_memory, warps
 from ptx_emulator.machine import Block, Launch, Machine, Source, Step, run
 from ptx_emulator.operands import Operands
 from ptx_emulator.program import BARRIERS, Instruction, Program, parse
@@ -64,7 +64,7 @@ def _guard(instruction: Instruction, operands: Operands) -> Source | None:
 
 
 def _step(instruction: Instruction, operands: Operands) -> Step:
-    for module in (arithmetic, memory, matrix, tensor_memory):
+    for module in (arithmetic, warps, memory, copies, matrix, tensor_memory):
         step = module.build(instruction, operands)
         if step is not None:
             break
@@ -128,7 +128,7 @@ def _parameter(kind: str, value: Any, maps: Iterator[Any], allocations: list[tup
         storage = base.untyped_storage()
         allocations.append((storage.data_ptr(), storage.nbytes()))
         size = base.element_size()
-        tensor_map = memory.TensorMap(
+        tensor_map = copies.TensorMap(
             base.data_ptr(),
             size,
             tuple(meta["block_size"]),

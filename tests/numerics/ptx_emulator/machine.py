@@ -1,4 +1,4 @@
-"""Threads in lockstep: registers, divergence, barriers. What an instruction does: `arithmetic`, `memory`, `matrix`.
+"""Threads in lockstep: registers, divergence, barriers. What an instruction does is elsewhere.
 
 All threads of several blocks of the grid advance together, one instruction at a time; a register is an array over them.
 Where threads part, those that are furthest behind go first, basic block by basic block, so that they meet again.
@@ -66,8 +66,8 @@ class Machine:
     """The threads of the blocks `numbers` (flat, into the grid) of one launch.
 
     `active` is the mask of the threads that execute the present instruction, or None for all of them. `shared` has a
-    row for each block, and `phase` counts its barriers. `asynchronous` is what `memory` keeps of copies and barriers
-    on their way.
+    row for each block, and `phase` counts its barriers. `asynchronous` is what other modules keep of copies and
+    barriers on their way.
     """
 
     def __init__(self, launch: Launch, numbers: Sequence[int]) -> None:

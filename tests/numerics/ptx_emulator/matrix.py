@@ -16,11 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from ptx_emulator.arithmetic import from_bf16, whole_warps
+from ptx_emulator.arithmetic import from_bf16
+from ptx_emulator.copies import swizzled
 from ptx_emulator.machine import WARP, Array, Fault, Machine, Step
-from ptx_emulator.memory import SharedMemory, races, swizzled
+from ptx_emulator.memory import SharedMemory, races
 from ptx_emulator.operands import Operands, lanes, vector
 from ptx_emulator.program import Instruction
+from ptx_emulator.warps import whole_warps
 
 _LANE = np.arange(WARP)
 _GROUP, _PAIR = _LANE // 4, 2 * (_LANE % 4)

@@ -11,12 +11,13 @@ import re
 
 import numpy as np
 
-from ptx_emulator.arithmetic import whole_warps
+from ptx_emulator.copies import barrier_at
 from ptx_emulator.machine import WARP, Array, Fault, Machine, Step
 from ptx_emulator.matrix import UNITS, described, multiply, widen
-from ptx_emulator.memory import SharedMemory, barrier_at
+from ptx_emulator.memory import SharedMemory
 from ptx_emulator.operands import Operands, lanes, vector
 from ptx_emulator.program import Instruction
+from ptx_emulator.warps import whole_warps
 
 LANES, COLUMNS = 128, 512
 _NOTHING_TO_DO = ("tcgen05.dealloc", "tcgen05.relinquish", "tcgen05.wait", "tcgen05.fence")
