@@ -14,6 +14,7 @@ import triton.language as tl
 
 from oracle import ieee
 from ptx_emulator import arithmetic, matrix
+from ptx_emulator.copies import TensorMap
 from ptx_emulator.driver import assemble, emulate
 from ptx_emulator.machine import Fault, Launch, Machine, run
 from ptx_emulator.memory import GlobalMemory
@@ -195,3 +196,11 @@ def _cut_sum(unit: matrix.Unit, a: np.ndarray, b: np.ndarray, c: np.float32) -> 
         last = Fraction(2) ** (math.frexp(total)[1] - 24)
         total = math.trunc(total / last) * last
     return np.float32(float(total))
+
+
+def test_a_tensor_map_that_the_driver_refuses_is_a_fault() -> None:
+    good = {"address": 256, "element_bytes": 2, "box": (64, 64), "shape": (3, 40), "row_bytes": 96, "swizzle": 3}
+    TensorMap(**good)
+    for change in ({"address": 258}, {"row_bytes": 90}, {"box": (512, 64)}, {"box": (64, 128)}, {"shape": (0, 40)}):
+        with pytest.raises(Fault):
+            TensorMap(**good | change)

@@ -22,7 +22,8 @@ from ptx_emulator.program import Instruction
 class TensorMap:
     """What a tensor map says of a matrix: bytes of the element, the box that one copy brings, sizes and row stride.
 
-    `swizzle` is 0 for none, 1, 2, 3 for patterns of 32, 64 and 128 bytes.
+    `swizzle` is 0 for none, 1, 2, 3 for patterns of 32, 64 and 128 bytes. Raises Fault for what `cuTensorMapEncodeTiled`
+    refuses.
     """
 
     address: int
@@ -31,6 +32,14 @@ class TensorMap:
     shape: tuple[int, int]
     row_bytes: int
     swizzle: int
+
+    def __post_init__(self) -> None:
+        width = self.box[1] * self.element_bytes
+        is_aligned = not (self.address % 16 or self.row_bytes % 16 or width % 16)
+        if not is_aligned or max(self.box) > 256 or min(*self.box, *self.shape) < 1 or self.row_bytes >= 1 << 40:
+            raise Fault(f"the driver refuses such a tensor map: {self}")
+        if self.swizzle and width > 16 << self.swizzle:
+            raise Fault(f"a box of {width} bytes is wider than its swizzle: {self}")
 
 
 def build(instruction: Instruction, operands: Operands) -> Step | None:
