@@ -22,8 +22,8 @@ from ptx_emulator.program import Instruction
 class TensorMap:
     """What a tensor map says of a matrix: bytes of the element, the box that one copy brings, sizes and row stride.
 
-    `swizzle` is 0 for none, 1, 2, 3 for patterns of 32, 64 and 128 bytes. Raises Fault for what `cuTensorMapEncodeTiled`
-    refuses.
+    `swizzle` is 0 for none, 1, 2, 3 for patterns of 32, 64 and 128 bytes. Raises Fault for what the driver's
+    `cuTensorMapEncodeTiled` refuses.
     """
 
     address: int
