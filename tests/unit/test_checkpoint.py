@@ -191,6 +191,14 @@ def test_a_link_of_a_tokenizer_that_leads_nowhere(folder: Path, name: str) -> No
         Tokenizer.from_directory(folder)
 
 
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors.index.json"])
+def test_a_pipe_does_not_make_the_start_wait_for_its_writer(folder: Path, name: str) -> None:
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    with pytest.raises(CheckpointError, match=f"{name} cannot be read: no regular file"):
+        _ = Checkpoint(folder).eos_token_ids
+
+
 def test_shards_that_split_a_merged_weight(folder: Path) -> None:
     whole = load(folder)
     shard(folder)

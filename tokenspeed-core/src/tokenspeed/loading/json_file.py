@@ -18,6 +18,9 @@ def is_listed(path: Path) -> bool:
 
 def read_text(path: Path) -> str:
     """The file's text. Raises CheckpointError when it cannot be read or is not UTF-8."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        # Whoever opens a pipe waits for its writer.
+        raise CheckpointError(f"{path} cannot be read: no regular file")
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
