@@ -8,18 +8,14 @@ import pickle
 import random
 import shutil
 from collections.abc import Callable, Iterator
-from functools import partial
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.autograd import forward_ad
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from tokenspeed import LLM
-from tokenspeed.errors import StartRefused
 from tokenspeed.trainer import adopt, forget_packed_weights, logprobs, restore
 from tokenspeed.trainer.table import MODULES
 from tokenspeed_models.plugin import tokenspeed_models
@@ -366,98 +362,6 @@ def test_a_batch_without_tokens_is_refused(make_folder: MakeFolder, load_trainer
         model(torch.zeros(5, dtype=torch.int64))
 
 
-class LowRank(torch.nn.Module):
-    """A projection with an adapter beside it, wrapped as PEFT wraps it; `merge` writes as PEFT writes."""
-
-    def __init__(self, base_layer: torch.nn.Linear, rank: int = 3) -> None:
-        super().__init__()
-        self.base_layer = base_layer
-        generator = torch.Generator().manual_seed(1)
-        down = torch.randn(rank, base_layer.in_features, generator=generator) / 5
-        up = torch.randn(base_layer.out_features, rank, generator=generator) / 5
-        self.lora_A, self.lora_B = torch.nn.Parameter(down), torch.nn.Parameter(up)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        delta = torch.nn.functional.linear(torch.nn.functional.linear(x, self.lora_A), self.lora_B)
-        return self.base_layer(x) + delta
-
-    def merge(self) -> torch.nn.Linear:
-        self.base_layer.weight.data += self.lora_B.data @ self.lora_A.data
-        return self.base_layer
-
-
-class TestChangedAfterwards:
-    """An adopted model whose modules are no longer what was adopted is refused when it is called, and never differs."""
-
-    IDS = torch.tensor([ragged()[5]])
-
-    @pytest.fixture
-    def adopted(self, make_folder: MakeFolder, load_trainer: Load) -> Any:
-        model = load_trainer(make_folder("Llama", torch.float32)).eval()
-        adopt(model)
-        return model
-
-    @torch.no_grad()
-    def test_an_adapter(self, adopted: Any) -> None:
-        before = adopted(self.IDS).logits
-        attention = adopted.model.layers[1].self_attn
-        attention.q_proj = LowRank(attention.q_proj)
-        with pytest.raises(ValueError, match="not those that were adopted") as refusal:
-            adopted(self.IDS)
-        stranger, remedy = str(refusal.value).splitlines()[1:]
-        assert stranger.endswith("LowRank")
-        assert "model.layers.1.self_attn.q_proj: " in stranger
-        assert "merge adapters into the model" in remedy
-        # Merged, it is a model like any other, whose weights were written behind torch's back.
-        attention.q_proj = attention.q_proj.merge()
-        merged = adopted(self.IDS).logits
-        assert not torch.equal(merged, before)
-        restore(adopted)
-        adopt(adopted)
-        forget_packed_weights(adopted)
-        assert torch.equal(adopted(self.IDS).logits, merged)
-
-    @torch.no_grad()
-    @pytest.mark.parametrize("part", ["lm_head", "mlp", "forward", "embedding", "shape"])
-    def test_a_replaced_part(self, adopted: Any, part: str) -> None:
-        layer = adopted.model.layers[0]
-        if part == "lm_head":
-            adopted.lm_head = LowRank(adopted.lm_head)
-        elif part == "mlp":
-            layer.mlp = type(layer.mlp)(adopted.config)
-        elif part == "forward":
-            layer.mlp.up_proj.forward = partial(torch.nn.Linear.forward, layer.mlp.up_proj)
-        elif part == "embedding":
-            adopted.model.embed_tokens.forward = partial(torch.nn.Embedding.forward, adopted.model.embed_tokens)
-        else:
-            adopted.resize_token_embeddings(VOCAB + 8)
-        with pytest.raises(ValueError, match="not those that were adopted"):
-            adopted(self.IDS)
-
-    @torch.no_grad()
-    def test_copies_are_looked_at_by_themselves(self, adopted: Any) -> None:
-        copied = copy.deepcopy(adopted)
-        copied.lm_head = LowRank(copied.lm_head)
-        adopted(self.IDS)
-        with pytest.raises(ValueError, match=r"lm_head: .*LowRank"):
-            copied(self.IDS)
-
-    @torch.no_grad()
-    def test_wrappers_that_compute_nothing(self, adopted: Any) -> None:
-        expected = adopted(self.IDS).logits
-        adopted.model.layers[0] = checkpoint_wrapper(adopted.model.layers[0])
-        sharded = adopted.model.layers[1].mlp
-        sharded.__class__ = type("FSDPMLP", (type(sharded),), {"__module__": "torch.distributed.fsdp"})
-        adopted.forward = partial(type(adopted).forward, adopted)
-        assert torch.equal(adopted(self.IDS).logits, expected)
-
-    def test_restored_inside_what_wraps_it(self, adopted: Any) -> None:
-        restore(torch.nn.Sequential(adopted))
-        assert "forward" not in vars(adopted.lm_head)
-        with pytest.raises(ValueError, match="is not adopted"):
-            restore(adopted)
-
-
 class TestRestore:
     """`restore` leaves nothing behind, in the model or outside it."""
 
@@ -496,103 +400,6 @@ class TestRestore:
             adopt(stock)
 
 
-class TestRefusals:
-    """What cannot keep the promise is refused, and the model stays as it was."""
-
-    @pytest.fixture
-    def stock(self, make_folder: MakeFolder, load_trainer: Load) -> Any:
-        return load_trainer(make_folder("Qwen3", torch.float32))
-
-    def refused(self, model: Any, **options: Any) -> str:
-        with pytest.raises(StartRefused) as refusal:
-            adopt(model, **options)
-        assert not any("forward" in vars(module) for module in model.modules())
-        assert model.config._attn_implementation == "sdpa"
-        return str(refusal.value)
-
-    def test_a_model_without_weights(self, stock: Any) -> None:
-        assert "the parameters are on the device meta" in self.refused(stock.to("meta"))
-
-    def test_a_dtype_that_is_none(self, stock: Any) -> None:
-        with pytest.raises(TypeError, match="dtype is 'bfloat16', expected one of torch's"):
-            adopt(stock, dtype="bfloat16")  # type: ignore[arg-type]
-        assert "x int8" in self.refused(stock, dtype=torch.int8)
-
-    def test_unknown_modules_are_named(self, stock: Any) -> None:
-        class Adapter(torch.nn.Linear):
-            """As a library of adapters puts it in the place of a projection."""
-
-        stock.model.layers[1].self_attn.o_proj = Adapter(192, 96)
-        message = self.refused(stock)
-        assert "model.layers.1.self_attn.o_proj" in message
-        assert "Adapter" in message
-
-    def test_no_kernel_with_the_feature(self, stock: Any) -> None:
-        message = self.refused(stock, plugins=("tokenspeed-models", "tokenspeed-reference"))
-        assert "batch_invariant" in message
-        assert "add tokenspeed-kernels-aok to --plugins" in message
-
-    def test_a_pinned_kernel_without_the_feature(self, stock: Any) -> None:
-        assert "reference.gemm.linear" in self.refused(stock, kernel={"gemm.linear": "reference.gemm.linear"})
-
-    def test_two_dtypes(self, stock: Any) -> None:
-        stock.model.norm.to(torch.bfloat16)
-        assert "2 dtypes" in self.refused(stock)
-
-    def test_dropout(self, stock: Any) -> None:
-        stock.model.layers[0].self_attn.attention_dropout = 0.1
-        assert "attention_dropout is 0.1" in self.refused(stock)
-
-    def test_an_architecture_without_a_table(self, stock: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.delitem(MODULES, "Qwen3ForCausalLM")
-        assert "no table of modules for Qwen3ForCausalLM" in self.refused(stock)
-
-    def test_noise_in_the_router(self, make_folder: MakeFolder, load_trainer: Load) -> None:
-        model = load_trainer(make_folder("Mixtral", torch.float32))
-        model.model.layers[1].mlp.jitter_noise = 0.01
-        assert "model.layers.1.mlp: router_jitter_noise is 0.01" in self.refused(model)
-
-    def test_fp32_elsewhere_than_in_routers(self, make_folder: MakeFolder, load_trainer: Load) -> None:
-        model = load_trainer(make_folder("DeepseekV3", torch.bfloat16))
-        assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16, torch.float32}
-        model.model.layers[1].mlp.experts.float()
-        assert "2 dtypes" in self.refused(model)
-
-    def test_weights_that_the_configuration_does_not_describe(self, stock: Any) -> None:
-        """An engine started from what this trainer saves would compute another model, or none."""
-        stock.lm_head = torch.nn.Linear(96, VOCAB, bias=True)
-        stock.model.layers[2].self_attn.q_norm.weight = torch.nn.Parameter(torch.ones(16))
-        message = self.refused(stock)
-        assert "lm_head.bias" in message
-        assert "model.layers.2.self_attn.q_norm.weight is [16], the model wants [32]" in message
-
-    def test_unknown_architecture(self) -> None:
-        import transformers
-
-        shape = {"n_embd": 8, "n_layer": 1, "n_head": 2, "vocab_size": 11}
-        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape))
-        assert "GPT2LMHeadModel" in self.refused(model)
-
-    def test_no_transformers_model(self) -> None:
-        with pytest.raises(TypeError, match="Linear is no transformers model"):
-            adopt(torch.nn.Linear(2, 2))
-
-    def test_attention_weights_are_not_there(self, stock: Any) -> None:
-        adopt(stock)
-        with pytest.raises(ValueError, match="never has attention weights"):
-            stock(torch.tensor([[5, 6]]), output_attentions=True)
-
-    def test_a_sequence_beyond_the_engines_context(self, stock: Any) -> None:
-        adopt(stock)
-        with pytest.raises(ValueError, match="a sequence has 513 tokens, the engine's context ends at 512"):
-            stock(torch.full((1, 513), 5))
-
-    def test_a_static_cache(self, stock: Any) -> None:
-        adopt(stock)
-        with pytest.raises(ValueError, match="use a DynamicCache"):
-            stock.generate(torch.tensor([[5, 6]]), max_new_tokens=2, cache_implementation="static")
-
-
 @torch.no_grad()
 def test_weights_written_through_data(make_folder: MakeFolder, load_trainer: Load) -> None:
     """torch does not count such writes; they show once they are announced."""
@@ -619,95 +426,6 @@ def test_weights_that_stand_in_for_the_parameters_are_forgotten_too(
         weight.data *= 1.5
     forget_packed_weights(model)
     assert not torch.equal(torch.func.functional_call(model, gathered, (ids,)).logits, before)
-
-
-def test_logprobs_refuse_an_unknown_order() -> None:
-    with pytest.raises(ValueError, match="'jax' is not one of torch, megatron"):
-        logprobs(torch.zeros(1, 4), torch.zeros(1, dtype=torch.int64), order="jax")
-    with pytest.raises(ValueError, match="sums whole rows"):
-        logprobs(torch.zeros(1, 4), torch.zeros(1, dtype=torch.int64), vocab_shards=2)
-
-
-LOGITS, IDS = torch.linspace(-3, 3, 21).view(3, 7), torch.tensor([0, 1, 2])
-NONSENSE: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "negative temperature": ({"temperature": -1.0}, ValueError, "temperature -1 is out of range, 0 to 10000"),
-    "no temperature": ({"temperature": float("nan")}, ValueError, "temperature nan is out of range"),
-    "infinite temperature": ({"temperature": float("inf")}, ValueError, "temperature inf is out of range"),
-    "a row of negative temperature": ({"temperature": torch.tensor([1.0, -2.0, 1.0])}, ValueError, "temperature -2 is"),
-    "temperature as text": ({"temperature": "1"}, TypeError, "temperature is '1', expected a number or a tensor"),
-    "a truth value": ({"temperature": True}, TypeError, "temperature is True"),
-    "temperatures of other rows": ({"temperature": torch.ones(2)}, ValueError, r"temperature is \[2\] and ids \[3\]"),
-    "a learned temperature": ({"temperature": torch.ones(3, requires_grad=True)}, ValueError, "detach it"),
-    "an unknown id": ({"ids": torch.tensor([0, 7, 1])}, ValueError, "id 7 is not in the vocabulary of 7"),
-    "ids of other rows": ({"ids": torch.tensor([0, 1])}, ValueError, r"logits is \[3, 7\] and ids \[2\]"),
-    "small ids": ({"ids": IDS.int()}, TypeError, "ids is torch.int32, expected int64"),
-    "no vocabulary": ({"logits": LOGITS[:, :0]}, ValueError, r"logits is \[3, 0\]"),
-    "another device": ({"ids": IDS.to("meta")}, ValueError, "logits is on cpu and ids on meta"),
-    "an unknown operator": ({"kernel": {"sampling.logprob": "a"}}, StartRefused, "did you mean sampling.logprobs"),
-    "pins that are none": ({"kernel": "sampling.logprobs"}, ValueError, "kernel: expected KEY=VALUE"),
-}
-
-
-@pytest.mark.parametrize("case", NONSENSE)
-def test_logprobs_refuse_what_means_nothing(case: str) -> None:
-    given, error, message = NONSENSE[case]
-    with pytest.raises(error, match=message):
-        logprobs(**{"logits": LOGITS, "ids": IDS, **given})
-
-
-def test_logprobs_of_nothing() -> None:
-    logits = torch.zeros(2, 0, 7, requires_grad=True)
-    found = logprobs(logits, torch.zeros(2, 0, dtype=torch.int64))
-    assert found.shape == (2, 0)
-    found.sum().backward()
-    assert logits.grad is not None
-    assert logits.grad.shape == logits.shape
-
-
-def test_second_derivatives_of_logprobs() -> None:
-    """As a penalty on the gradient asks for them."""
-
-    def second(function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        logits = LOGITS.clone().requires_grad_()
-        (first,) = torch.autograd.grad(function(logits).square().sum(), logits, create_graph=True)
-        return torch.autograd.grad(first.square().sum(), logits)[0]
-
-    found = second(lambda logits: logprobs(logits, IDS, temperature=0.7))
-    plain = second(lambda logits: torch.log_softmax(logits / 0.7, -1).gather(-1, IDS.unsqueeze(-1)))
-    assert plain.abs().max() > 0.1
-    torch.testing.assert_close(found, plain)
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # by torch's own import
-def test_forward_mode_derivatives_are_refused(make_folder: MakeFolder, load_trainer: Load) -> None:
-    """torch would take them for zero."""
-    model = load_trainer(make_folder("Llama", torch.float32)).eval()
-    adopt(model)
-    embeds = model.get_input_embeddings()(torch.tensor([[5, 6, 7]])).detach()
-    logprobs(LOGITS, IDS)
-    with forward_ad.dual_level():
-        with pytest.raises(NotImplementedError, match="not by forward-mode differentiation"):
-            logprobs(forward_ad.make_dual(LOGITS, LOGITS), IDS)
-        with pytest.raises(NotImplementedError, match="not by forward-mode differentiation"):
-            model(inputs_embeds=forward_ad.make_dual(embeds, embeds))
-
-
-def test_plugins_are_read_as_the_engine_reads_them() -> None:
-    assert torch.equal(
-        logprobs(LOGITS, IDS, plugins="tokenspeed-reference,tokenspeed-kernels-aok"),  # type: ignore[arg-type]
-        logprobs(LOGITS, IDS, plugins=("tokenspeed-reference", "tokenspeed-kernels-aok")),
-    )
-
-
-def test_logprobs_of_the_kernel_that_the_engine_was_told_to_use() -> None:
-    logits, ids = torch.randn(64, 5000, generator=torch.Generator().manual_seed(3)), torch.arange(64)
-    default = logprobs(logits, ids)
-    other = logprobs(logits, ids, kernel={"sampling.logprobs": "torch.sampling.logprobs", "norm.rms": "aok.norm.rms"})
-    assert not torch.equal(other, default)
-    assert torch.equal(logprobs(logits, ids, plugins=("tokenspeed-reference",)), other)
-    assert torch.equal(logprobs(logits, ids), default)
-    with pytest.raises(StartRefused, match="lacks the required feature batch_invariant"):
-        logprobs(logits, ids, kernel={"sampling.logprobs": "reference.sampling.logprobs"})
 
 
 @pytest.mark.parametrize(("order", "trainer"), [("torch", "transformers"), ("megatron", "megatron")])

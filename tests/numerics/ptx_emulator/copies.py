@@ -61,14 +61,14 @@ def _asynchronous_copy(opcode: str, texts: tuple[str, ...], operands: Operands) 
     if opcode == "cp.async.commit_group":
 
         def commit(m: Machine) -> None:
-            m.asynchronous.setdefault("groups", []).append(m.asynchronous.pop("copies", []))
+            m.kept.setdefault("groups", []).append(m.kept.pop("copies", []))
 
         return commit
     if opcode == "cp.async.wait_group":
         left = int(texts[0], 0)
 
         def wait(m: Machine) -> None:
-            groups = m.asynchronous.setdefault("groups", [])
+            groups = m.kept.setdefault("groups", [])
             while len(groups) > left:
                 for copy in groups.pop(0):
                     copy()
@@ -90,7 +90,7 @@ def _asynchronous_copy(opcode: str, texts: tuple[str, ...], operands: Operands) 
 
         if set(np.unique(count[mask])) - {0, size}:
             raise Fault("cp.async of a part")
-        m.asynchronous.setdefault("copies", []).append(copy)
+        m.kept.setdefault("copies", []).append(copy)
 
     return issue
 
@@ -161,7 +161,7 @@ class Barrier:
 def barrier_at(m: Machine, thread: int, address: int) -> Barrier:
     """The mbarrier at an address of shared memory of a thread's block."""
     try:
-        barrier: Barrier = m.asynchronous["mbarrier", int(m.block[thread]), address]
+        barrier: Barrier = m.kept["mbarrier", int(m.block[thread]), address]
     except KeyError:
         raise Fault(f"an mbarrier at {address} that was not initialised") from None
     return barrier
@@ -179,9 +179,9 @@ def _barrier(opcode: str, texts: tuple[str, ...], operands: Operands) -> Step:
         for thread in np.flatnonzero(m.mask()):
             key = "mbarrier", int(m.block[thread]), int(at[thread])
             if action == "init":
-                m.asynchronous[key] = Barrier(int(argument[thread]))
+                m.kept[key] = Barrier(int(argument[thread]))
             elif action == "inval":
-                del m.asynchronous[key]
+                del m.kept[key]
             elif action == "arrive":
                 barrier_at(m, thread, key[2]).arrive(int(argument[thread]))
             else:

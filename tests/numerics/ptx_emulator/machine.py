@@ -66,8 +66,7 @@ class Machine:
     """The threads of the blocks `numbers` (flat, into the grid) of one launch.
 
     `active` is the mask of the threads that execute the present instruction, or None for all of them. `shared` has a
-    row for each block, and `phase` counts its barriers. `asynchronous` is what other modules keep of copies and
-    barriers on their way.
+    row for each block, and `phase` counts its barriers. `kept` is what other modules keep, as copies on their way.
     """
 
     def __init__(self, launch: Launch, numbers: Sequence[int]) -> None:
@@ -80,7 +79,7 @@ class Machine:
         self.active: Array | None = None
         self.shared = np.full((len(numbers), launch.shared_bytes), 0xFF, np.uint8)  # NaN, as anything may be left there
         self.phase = np.zeros(len(numbers), np.int64)
-        self.asynchronous: dict[Any, Any] = {}
+        self.kept: dict[Any, Any] = {}
         self._registers: dict[str, Array] = {}
         flat = np.asarray(numbers)[self.block]
         width, height, _ = launch.grid

@@ -124,19 +124,18 @@ def _fragments(
             raise Fault("a row of a matrix is misaligned")
         for i in range(count):
             rows, columns = (_PAIR, _GROUP) if transposed else (_GROUP, _PAIR)
+            pair = np.zeros(m.count, np.uint32)
             for half in (0, 1):
                 row, column = (rows + half, columns) if transposed else (rows, columns + half)
                 giver = m.warp * WARP + 8 * i + np.tile(row, m.count // WARP)
                 where = at[giver] + (2 * np.tile(column, m.count // WARP)).astype(np.uint64)
                 cells = SharedMemory(m, where, 2, mask)
                 if is_load:
-                    value = np.zeros(m.count, np.uint32)
-                    value[mask] = cells.read()
-                    whole = value if half == 0 else whole | value << np.uint32(16)  # noqa: F821 (the first half's)
+                    pair[mask] |= cells.read().astype(np.uint32) << np.uint32(16 * half)
                 else:
                     cells.write((lanes(m, sources[i](m), "u32")[mask] >> np.uint32(16 * half)).astype("u2"))
             if is_load:
-                writers[i](m, whole)
+                writers[i](m, pair)
 
     return act
 

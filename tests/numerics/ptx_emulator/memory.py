@@ -40,7 +40,7 @@ class GlobalMemory:
             memory = self._bytes[one]
             usable = len(memory) // size * size
             offsets = (addresses[which] - self._starts[one]).astype(np.int64)
-            result.append((which, memory[:usable].view(f"u{size}") if size <= 8 else memory, offsets // size))
+            result.append((which, memory[:usable].view(f"u{size}"), offsets // size))
         return result
 
     def read(self, addresses: Array, size: int) -> Array:
@@ -87,9 +87,9 @@ class Races:
 
 def races(m: Machine) -> Races:
     """The machine's records of shared memory."""
-    found = m.asynchronous.get("races")
+    found = m.kept.get("races")
     if found is None:
-        found = m.asynchronous["races"] = Races(m.shared.size // 2)
+        found = m.kept["races"] = Races(m.shared.size // 2)
     return found
 
 
@@ -148,6 +148,11 @@ def _load_param(opcode: str, texts: tuple[str, ...], operands: Operands) -> Step
     return load
 
 
+def _check_vector(addresses: Array, count: int, size: int) -> None:
+    if (addresses % np.uint64(count * size)).any():
+        raise Fault(f"a vector of {count} times {size} bytes is misaligned")
+
+
 def _load(space: str, names: list[str], kind: str, address_text: str, operands: Operands) -> Step:
     writers, address = [operands.writer(name) for name in names], operands.address(address_text)
     size = DTYPES[kind].itemsize
@@ -155,8 +160,7 @@ def _load(space: str, names: list[str], kind: str, address_text: str, operands: 
     def load(m: Machine) -> None:
         at = lanes(m, address(m), "u64")
         mask = m.mask()
-        if (at[mask] % np.uint64(size * len(writers))).any():
-            raise Fault(f"a vector of {len(writers)} times {size} bytes is misaligned")
+        _check_vector(at[mask], len(writers), size)
         for i, write in enumerate(writers):
             where = at + np.uint64(i * size)
             value = np.zeros(m.count, f"u{size}")
@@ -176,8 +180,7 @@ def _store(space: str, names: list[str], kind: str, address_text: str, operands:
     def store(m: Machine) -> None:
         at = lanes(m, address(m), "u64")
         mask = m.mask()
-        if (at[mask] % np.uint64(size * len(sources))).any():
-            raise Fault(f"a vector of {len(sources)} times {size} bytes is misaligned")
+        _check_vector(at[mask], len(sources), size)
         for i, source in enumerate(sources):
             where = at + np.uint64(i * size)
             value = lanes(m, source(m), kind).view(f"u{size}")[mask]

@@ -41,9 +41,9 @@ def build(instruction: Instruction, operands: Operands) -> Step | None:
 
 def _memory(m: Machine) -> Array:
     """[blocks, lanes, columns] of 32 bits."""
-    found: Array | None = m.asynchronous.get("tensor memory")
+    found: Array | None = m.kept.get("tensor memory")
     if found is None:
-        found = m.asynchronous["tensor memory"] = np.full((len(m.shared), LANES, COLUMNS), 0xFFFFFFFF, np.uint32)
+        found = m.kept["tensor memory"] = np.full((len(m.shared), LANES, COLUMNS), 0xFFFFFFFF, np.uint32)
     return found
 
 
@@ -52,10 +52,10 @@ def _allocate(texts: tuple[str, ...], operands: Operands) -> Step:
 
     def allocate(m: Machine) -> None:
         whole_warps(m, "tcgen05.alloc")
-        used = m.asynchronous.get("tensor columns", 0)
+        used = m.kept.get("tensor columns", 0)
         if used + count > COLUMNS:
             raise Fault(f"{used + count} columns of tensor memory, there are {COLUMNS}")
-        m.asynchronous["tensor columns"] = used + count
+        m.kept["tensor columns"] = used + count
         mask = m.mask()
         SharedMemory(m, lanes(m, address(m), "u64"), 4, mask).write(np.full(mask.sum(), used, np.uint32))
 

@@ -189,8 +189,44 @@ if EMULATED:
     def test_compiled_attention_has_the_bits_of_the_published_order(head_dim: int, whole: bool) -> None:
         """The rules written out, row by row, with the matrix unit as others measured it."""
         call = make_call([300, 40], [2, 3], heads=(2, 1, head_dim))
-        expected = torch.stack([_published(call, b, row) for b in (0, 1) for row in range((2, 3)[b])])
+        call.q[..., 0], call.q[..., -1] = LARGE, -LARGE
+        call.k_cache[..., 0] = call.k_cache[..., -1] = LARGE
+        expected = _all_published(call)
         assert same_bits(call.run(whole=whole), expected)
+        # The controls: splits of another size are another order, and so are features the other way round.
+        other = dataclasses.replace(attention_tile(EMULATED, head_dim, 2), split=64)
+        assert not same_bits(call.run(tile=other, whole=whole), expected)
+        turned = dataclasses.replace(call, q=call.q.flip(-1), k_cache=call.k_cache.flip(-1))
+        assert head_dim == 16 or not same_bits(turned.run(whole=whole), expected)  # 16 may be one instruction
+
+    def test_compiled_attention_adds_values_in_the_published_order() -> None:
+        """All weights are 1, and large values cancel, so that each addition shows."""
+        call = make_call([300, 40], [2, 3], heads=(2, 1, 64))
+        call.q.zero_()
+        for b in (0, 1):
+            first, last = call.page_tables[b, 0], call.page_tables[b, 2]
+            call.v_cache[first, 0], call.v_cache[last, 3] = LARGE**2, -(LARGE**2)
+        expected = _all_published(call)
+        assert same_bits(call.run(), expected)
+        earlier = dataclasses.replace(call, v_cache=call.v_cache.clone())
+        for b in (0, 1):  # the control: the same values, two of them exchanged
+            page = call.page_tables[b, 0]
+            earlier.v_cache[page, 0], earlier.v_cache[page, 5] = call.v_cache[page, 5], call.v_cache[page, 0]
+            earlier.v_cache[call.page_tables[b, 2], 3] = call.v_cache[call.page_tables[b, 1], 1]
+            earlier.v_cache[call.page_tables[b, 1], 1] = call.v_cache[call.page_tables[b, 2], 3]
+        assert not same_bits(earlier.run(), expected)
+
+
+LARGE = 2.0**11
+"""Its square leaves two or three bits below the point in an accumulator."""
+
+
+def _all_published(call: Call) -> torch.Tensor:
+    """The output of a call with a single kv head, [T, heads, D]."""
+    starts = call.query_starts.tolist()
+    return torch.stack(
+        [_published(call, b, row) for b in range(len(starts) - 1) for row in range(starts[b + 1] - starts[b])]
+    )
 
 
 def _published(call: Call, b: int, row: int) -> torch.Tensor:

@@ -110,17 +110,27 @@ def test_batched_agrees_and_its_rows_do_not_depend_on_the_batch(dtype: torch.dty
         assert all(same_bits(other, first) for other in others)
 
 
+LARGE = 2.0**11
+"""Its square leaves two or three bits below the point in an accumulator."""
+
 if EMULATED:
 
     @pytest.mark.parametrize("m", [1, 20, 130])
     def test_compiled_projections_add_ascending_k_one_instruction_after_another(m: int) -> None:
-        """The published rule, with the matrix unit as others measured it: K by sixteen, in no other order."""
+        """The published rule, with the matrix unit as others measured it: K by sixteen, in no other order.
+
+        Large products that cancel, at the two ends of K, make every place where something is cut off show in bf16.
+        """
         x, weight, bias = (
             random(*shape, dtype=torch.bfloat16, seed=i) for i, shape in enumerate([(m, 200), (70, 200), (70,)])
         )
+        x[:, 0], x[:, -1] = LARGE, -LARGE
+        weight[:, 0] = weight[:, -1] = LARGE
         total = project(int(EMULATED[2:]), x.float().numpy(), weight.float().numpy(), "bf16")
         expected = torch.from_numpy(total + bias.float().numpy()).bfloat16()
         assert same_bits(gemm.linear(x, weight, bias), expected)
+        # The control: the same products in descending K have other bits.
+        assert not same_bits(gemm.linear(x.flip(1), weight.flip(1), bias), expected)
 
 
 @triton.jit
